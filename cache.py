@@ -1,0 +1,117 @@
+"""The paged KV cache: its tensor, and who owns which block.
+
+`BlockManager` deals in integers: token ids in, block ids out. It knows neither sequences' state nor the model. A block
+is free (reference count 0) or held by one or more sequences. A full block whose keys are computed can be *cached*: it
+is entered under the exact tokens it holds and the block before it, and stays findable, while free, until reused.
+"""
+
+from collections import OrderedDict
+
+import torch
+
+from kernels.tiles import KV_TILE
+
+
+def allocate_kv_cache(num_layers: int, num_blocks: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype,
+                      device: torch.device) -> torch.Tensor:
+    """[num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim], filled with NaN: a read of a slot that nobody
+    wrote must show, not pass for a zero."""
+    shape = (num_layers, 2, num_blocks, num_kv_heads, KV_TILE, head_dim)
+    return torch.full(shape, float("nan"), dtype=dtype, device=device)
+
+
+class BlockManager:
+    """Owner of block ids 0 .. num_blocks - 1 of `block_size` tokens.
+
+    The prefix index maps (uid of the block before, the block's own tokens) to a block. Python's dict compares those
+    keys in full, so two prefixes whose hashes collide are still told apart. A uid is given when a block is cached and
+    never reused: entries behind an evicted block can no longer be reached.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int = KV_TILE, enable_prefix_caching: bool = True):
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.ref_count = [0] * num_blocks
+        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # least recently used first
+        self.index: dict[tuple, int] = {}
+        self.key: dict[int, tuple] = {}  # cached block -> its key in `index`
+        self.uid: dict[int, object] = {}  # cached block -> its uid
+        self._next_uid = 0
+
+    @property
+    def num_free(self) -> int:
+        return len(self.free)
+
+    def root(self, salt: str | None) -> object:
+        """The uid "before" the first block; requests with different salts share nothing."""
+        return ("root", salt)
+
+    def match(self, token_ids: list[int], root: object) -> tuple[list[int], list[object]]:
+        """(blocks, their uids) of the longest cached prefix of `token_ids`, whole blocks only; not yet acquired.
+
+        At least the last token is left to compute, since its hidden state is wanted: a prompt that is cached whole
+        matches one block less (field bug 46).
+        """
+        blocks: list[int] = []
+        uids: list[object] = []
+        if self.enable_prefix_caching:
+            for start in range(0, (len(token_ids) - 1) // self.block_size * self.block_size, self.block_size):
+                parent = uids[-1] if uids else root
+                block = self.index.get((parent, tuple(token_ids[start : start + self.block_size])))
+                if block is None:
+                    break
+                blocks.append(block)
+                uids.append(self.uid[block])
+        return blocks, uids
+
+    def acquire(self, block: int) -> None:
+        """Take one more reference to a block, which may be free."""
+        self.ref_count[block] += 1
+        self.free.pop(block, None)
+
+    def allocate(self) -> int:
+        """A block with undefined content, owned once: the least recently used free one. Its cache entry is dropped.
+        The caller checks `num_free` first."""
+        block, _ = self.free.popitem(last=False)
+        if key := self.key.pop(block, None):
+            del self.index[key], self.uid[block]
+        self.ref_count[block] = 1
+        return block
+
+    def release(self, blocks: list[int]) -> None:
+        """Give back one reference to each block. The tail goes first, so that it is evicted before the head."""
+        for block in reversed(blocks):
+            assert self.ref_count[block] > 0, f"block {block} released more often than taken"
+            self.ref_count[block] -= 1
+            if not self.ref_count[block]:
+                self.free[block] = None
+
+    def cache_block(self, block: int, parent: object, token_ids: list[int]) -> object:
+        """Enter a full, computed block under (uid of the block before it, its tokens). Returns the uid to chain the
+        next block to: this block's, or that of the block which already holds the same prefix."""
+        key = (parent, tuple(token_ids))
+        if not self.enable_prefix_caching:
+            return None
+        if key in self.index:
+            return self.uid[self.index[key]]
+        if block not in self.key:
+            self.index[key], self.key[block], self.uid[block] = block, key, self._next_uid
+            self._next_uid += 1
+        return self.uid[block]
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached content (the weights changed); blocks in use stay with their owners."""
+        self.index.clear(), self.key.clear(), self.uid.clear()
+
+    def check_integrity(self, tables: list[list[int]]) -> None:
+        """Raise AssertionError unless free + used = total and the reference counts are those of `tables`."""
+        owners = [0] * self.num_blocks
+        for table in tables:
+            assert len(set(table)) == len(table), "a block appears twice in one table"
+            for block in table:
+                owners[block] += 1
+        assert owners == self.ref_count, "reference counts and block tables disagree"
+        used = sum(count > 0 for count in owners)
+        assert used + len(self.free) == self.num_blocks, f"{used} used + {len(self.free)} free != {self.num_blocks}"
+        assert all(self.ref_count[block] == 0 for block in self.free), "a free block is owned"
+        assert {block: self.index[key] for block, key in self.key.items()} == {block: block for block in self.key}

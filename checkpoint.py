@@ -1,0 +1,165 @@
+"""Where a checkpoint's files are, and which tensors they hold.
+
+Owns the way from a model's name to tensors on disk: a local folder or a hub download, the index, the shards.
+Must not know what a tensor means: names, shapes and dtypes are handed to model.py as they are in the file.
+Nothing is guessed: a checkpoint whose files contradict each other is refused before a weight is read, since a
+missing or stale tensor would not fail later, only answer wrongly.
+"""
+
+import json
+import math
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from tqdm import tqdm
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+
+def resolve(model: str, revision: str | None = None) -> Path:
+    """Return the folder of `model`: an existing folder as it is, else the hub repository `owner/name`, cached.
+
+    Only safetensors, JSON and chat template files are fetched: nothing that holds code.  HF_HUB_OFFLINE, HF_ENDPOINT,
+    HF_HOME and HF_TOKEN mean what they mean to huggingface_hub.
+
+    Raises:
+        ValueError: no such folder, no such repository or revision, no access, or a folder without config.json.
+        ConnectionError: the hub does not answer (or is switched off) and the cache has no copy.
+    """
+    folder = Path(model).expanduser()
+    if not model or not folder.is_dir():  # Path("") would be the working directory
+        if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model):
+            raise ValueError(f"no model {model!r}: no folder {folder.absolute()}, and not a hub id (owner/name)")
+        folder = download(model, revision)
+    elif revision is not None:
+        raise ValueError(f"{folder} is a local folder and has no revision {revision!r}; leave revision out")
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} has no config.json: not a Hugging Face checkpoint folder, or an incomplete one")
+    return folder
+
+
+def download(repo_id: str, revision: str | None) -> Path:
+    """Fetch a hub repository into the cache, or find it there; see `resolve` for what is raised."""
+    import huggingface_hub  # here, because a local folder needs none of it
+    from huggingface_hub import errors
+
+    name = repo_id if revision is None else f"{repo_id} at revision {revision}"
+    tried = f"tried the folder {Path(repo_id).absolute()} and the hub"
+    try:
+        return Path(huggingface_hub.snapshot_download(
+            repo_id, revision=revision, allow_patterns=["*.safetensors", "*.json", "*.jinja"],
+            # Subfolders and consolidated files hold the same weights once more, in other formats.
+            ignore_patterns=["*/*", "consolidated*"]))
+    except errors.GatedRepoError as error:
+        raise ValueError(f"{name} is gated ({tried}): accept its terms there, then set HF_TOKEN") from error
+    except errors.RevisionNotFoundError as error:
+        raise ValueError(f"{repo_id} has no revision {revision} ({tried}); check branch, tag or commit") from error
+    except errors.RepositoryNotFoundError as error:
+        raise ValueError(f"no model {repo_id} ({tried}); check the id, or set HF_TOKEN if it is private") from error
+    except errors.HFValidationError as error:
+        raise ValueError(f"no model {repo_id} ({tried}, which allows no such id)") from error
+    except Exception as error:  # whatever else goes wrong comes from the network, the hub or the disk
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ConnectionError(f"{name} is not in the cache and cannot be fetched ({tried}: {reason}); go online "
+                              "(is HF_HUB_OFFLINE set?), or pass a folder") from error
+
+
+def read_json(folder: Path, name: str, required: bool = False) -> dict:
+    """Return the object in a JSON file; {} where there is no such file, unless it is `required` (ValueError)."""
+    path = Path(folder) / name
+    if not path.is_file():
+        if required:
+            raise ValueError(f"{path} is missing; fetch it with the weights")
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); fetch it again") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__} where an object belongs; fetch it again")
+    return content
+
+
+class Checkpoint:
+    """The safetensors files of one folder, checked against their index, and the tensors in them.
+
+    Attributes:
+        files: the files that count, in name order: those the index names, else `model.safetensors`.  Others in the
+            folder are ignored.
+        shapes, dtypes: by tensor name; a dtype as safetensors spells it ("BF16", "F32").
+
+    Raises:
+        ValueError: no safetensors, or files that are absent, damaged, or at odds with the index; names the file and,
+            where one is concerned, the tensor.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = Path(folder)
+        has_index = (self.folder / INDEX_NAME).is_file()
+        weight_map = read_json(self.folder, INDEX_NAME).get("weight_map", {}) if has_index else None
+        self.files = self._find_files(weight_map)
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}
+        file_of: dict[str, str] = {}
+        for file in self.files:
+            with open_safetensors(file) as handle:
+                for name in handle.keys():
+                    if name in file_of:
+                        raise ValueError(f"tensor {name} is in both {file_of[name]} and {file.name} of {self.folder}; "
+                                         "which one counts is anyone's guess: fetch the checkpoint again")
+                    view = handle.get_slice(name)
+                    self.shapes[name], self.dtypes[name] = tuple(view.get_shape()), view.get_dtype()
+                    file_of[name] = file.name
+        for name, shard in (weight_map or {}).items():
+            if file_of.get(name) != shard:
+                raise ValueError(f"{INDEX_NAME} of {self.folder} puts tensor {name} in {shard}, which lacks it; "
+                                 "the index and the shards are of different revisions: fetch both again")
+
+    def _find_files(self, weight_map: dict[str, str] | None) -> list[Path]:
+        if weight_map is None:
+            if (self.folder / SINGLE_NAME).is_file():
+                return [self.folder / SINGLE_NAME]
+            present = sorted(path.name for path in self.folder.iterdir()
+                             if path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf"))
+            raise ValueError(f"{self.folder} has neither {INDEX_NAME} nor {SINGLE_NAME}, only {present}; samebits "
+                             "reads only safetensors, one file or shards with their index: fetch or convert")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ValueError(f"{self.folder / INDEX_NAME} has no weight_map; fetch it again")
+        for name, shard in weight_map.items():
+            if not (self.folder / shard).is_file():
+                raise ValueError(f"{self.folder / shard} is missing: {INDEX_NAME} puts tensor {name} there; fetch it")
+        return [self.folder / shard for shard in sorted(set(weight_map.values()))]
+
+    def tensors(self, progress: bool = True) -> Iterator[tuple[str, object]]:
+        """Yield (name, slice) of every tensor, file by file, in the order of their bytes.
+
+        A slice reads nothing until it is indexed: `view[a:b]` reads those rows, `view[:]` all, as a torch tensor
+        over the mapped file.  Index it before taking the next one: the file is closed after its last tensor.
+        """
+        num_bytes = {name: math.prod(shape) * dtype_bits(self.dtypes[name]) // 8 for name, shape in self.shapes.items()}
+        # mininterval keeps a log file readable; the bar goes to stderr, since stdout belongs to the answer.
+        with tqdm(total=sum(num_bytes.values()), desc="loading weights", unit="B", unit_scale=True, mininterval=0.5,
+                  file=sys.stderr, disable=not progress) as bar:
+            for file in self.files:
+                with open_safetensors(file) as handle:
+                    for name in handle.offset_keys():
+                        yield name, handle.get_slice(name)
+                        bar.update(num_bytes[name])
+
+
+def open_safetensors(file: Path):
+    """Open a file for torch; ValueError names one that is damaged (its length must match its header)."""
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} is truncated or corrupt ({error}); delete it and fetch it again") from error
+
+
+def dtype_bits(dtype: str) -> int:
+    """Return the width of a safetensors dtype: the number in its name ("BF16", "F8_E4M3"), 8 for "BOOL"."""
+    digits = re.search(r"\d+", dtype)
+    return int(digits.group()) if digits else 8

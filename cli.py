@@ -1,0 +1,168 @@
+"""The command line of the engine: arguments in, text or JSON lines out, figures on stderr."""
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict
+
+from tqdm import tqdm
+
+from engine import DEFAULT_MODEL, LLM, RequestOutput
+from sampler import SamplingParams
+
+EXAMPLES = """examples:
+  python engine.py --prompt "Once upon a time"
+  python engine.py --chat --system "Answer in one sentence." --prompt "Why is the sky blue?"
+  python engine.py --model Qwen/Qwen3-0.6B --chat --no-think --prompt "Hello" --temperature 0.7 --seed 1
+  python engine.py --prompt-file prompts.txt --json > answers.jsonl
+  cat story.txt | python engine.py --prompt -
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="engine.py", epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="samebits: complete prompts with an LLM whose answers never depend on what else it is serving.")
+    add = parser.add_argument_group("prompts").add_argument
+    add("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; repeat for more, - reads all of stdin")
+    add("--prompt-file", metavar="FILE", help="one prompt a line; - reads stdin")
+    add("--chat", action="store_true", help="send each prompt as a user's message through the chat template")
+    add("--system", metavar="TEXT", help="system message (with --chat)")
+    add("--no-think", action="store_true", help="ask a thinking model (Qwen3) to answer at once (with --chat)")
+
+    add = parser.add_argument_group("model").add_argument
+    add("--model", default=DEFAULT_MODEL, help="checkpoint folder or Hub id (default: %(default)s)")
+    add("--revision", help="branch, tag or commit of a Hub id")
+    add("--device", choices=["auto", "cuda", "cpu"], default="auto")
+    add("--dtype", choices=["auto", "bfloat16", "float16", "float32"], default="auto", help="auto: the checkpoint's")
+    add("--load-format", choices=["auto", "dummy"], default="auto", help="dummy: random weights, to measure speed")
+
+    defaults = "the checkpoint's generation_config.json gives the default"
+    add = parser.add_argument_group("sampling", "An answer is a function of the prompt, these and the model.").add_argument
+    add("--max-tokens", type=int, metavar="N", help="most tokens to generate (default: 512, or what fits)")
+    add("--min-tokens", type=int, default=0, metavar="N", help="end tokens and stop strings do not count before N")
+    add("--temperature", type=float, metavar="T", help=f"0 is greedy; {defaults}, else 1")
+    add("--top-k", type=int, metavar="K", help="keep the K most likely tokens; 0 keeps all")
+    add("--top-p", type=float, metavar="P", help="keep the most likely tokens that make up P")
+    add("--min-p", type=float, metavar="P", help="keep tokens at least P times as likely as the likeliest")
+    add("--seed", type=int, help="of the draw; without it one is drawn and reported by --json")
+    add("--n", type=int, default=1, help="completions a prompt, each with a seed of its own")
+    add("--stop", action="append", default=[], metavar="TEXT", help="stop before this text; may be repeated")
+    add("--stop-token-ids", type=int, nargs="+", default=[], metavar="ID")
+    add("--ignore-eos", action="store_true", help="go on past the end token")
+    add("--repetition-penalty", type=float, metavar="F", help="above 1 discourages tokens of prompt and output")
+    add("--presence-penalty", type=float, default=0.0, metavar="F")
+    add("--frequency-penalty", type=float, default=0.0, metavar="F")
+    add("--logprobs", type=int, metavar="K", help="report the K likeliest alternatives a token (with --json)")
+    add("--prompt-logprobs", type=int, metavar="K", help="the same for the prompt's tokens (with --json)")
+
+    add = parser.add_argument_group("engine", "None of these changes an answer.").add_argument
+    add("--schedule", choices=["auto", "reference"], default="auto", help="reference: one fixed kernel configuration")
+    add("--max-model-len", type=int, metavar="N", help="longest prompt + output (default: what model and cache allow)")
+    add("--max-num-seqs", type=int, default=256, metavar="N", help="most sequences in a step (default: %(default)s)")
+    add("--max-num-batched-tokens", type=int, metavar="N", help="most tokens in a step (default: 8192, on CPU 512)")
+    add("--gpu-memory-utilization", type=float, default=0.85, metavar="F", help="share of the GPU (default: %(default)s)")
+    add("--num-gpu-blocks-override", type=int, metavar="N", help="size of the KV cache in blocks of 64 tokens")
+    add("--no-enable-prefix-caching", action="store_true")
+    add("--enforce-eager", action="store_true", help="no CUDA graphs")
+
+    add = parser.add_argument_group("output").add_argument
+    add("--json", action="store_true", help="one JSON object a completion and line: text, token ids, exact logprobs ...")
+    add("--fingerprint", action="store_true", help="print the fingerprint, which names all that may change bits, and end")
+    return parser
+
+
+def read_prompts(args: argparse.Namespace) -> list[str]:
+    """The prompts in order; stdin is read once, as one prompt (--prompt -) or as lines (--prompt-file -)."""
+    prompts = [sys.stdin.read() if text == "-" else text for text in args.prompt]
+    if args.prompt_file:
+        try:
+            with sys.stdin if args.prompt_file == "-" else open(args.prompt_file, encoding="utf-8") as lines:
+                prompts += [line.rstrip("\r\n") for line in lines if line.strip()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"cannot read --prompt-file {args.prompt_file}: {error}") from error
+    if not prompts:
+        raise ValueError("no prompt: give --prompt TEXT or --prompt-file FILE (see --help)")
+    return prompts
+
+
+def sampling_params(args: argparse.Namespace) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=args.max_tokens, min_tokens=args.min_tokens, temperature=args.temperature, top_k=args.top_k,
+        top_p=args.top_p, min_p=args.min_p, seed=args.seed, n=args.n, stop=tuple(args.stop),
+        stop_token_ids=tuple(args.stop_token_ids), ignore_eos=args.ignore_eos,
+        logprobs=args.logprobs if args.logprobs is not None or not args.json else 0,
+        prompt_logprobs=args.prompt_logprobs, repetition_penalty=args.repetition_penalty,
+        presence_penalty=args.presence_penalty, frequency_penalty=args.frequency_penalty)
+
+
+def print_json(llm: LLM, output: RequestOutput) -> None:
+    for out in output.outputs:
+        record = {"prompt": output.prompt, **asdict(out), "fingerprint": llm.fingerprint, "timings": output.timings,
+                  "params": output.params.to_dict()}
+        del record["delta"]
+        if out.top_logprobs is None:
+            del record["top_logprobs"]
+        if output.prompt_logprobs is not None:
+            record["prompt_logprobs"] = output.prompt_logprobs
+        print(json.dumps(record, ensure_ascii=False), flush=True)
+    if output.error:
+        print(json.dumps({"prompt": output.prompt, "error": output.error}, ensure_ascii=False), flush=True)
+
+
+def run(args: argparse.Namespace) -> int:
+    start = time.perf_counter()
+    prompts = [] if args.fingerprint else read_prompts(args)
+    llm = LLM(args.model, revision=args.revision, device=args.device, dtype=args.dtype, schedule=args.schedule,
+              load_format=args.load_format, max_model_len=args.max_model_len, max_num_seqs=args.max_num_seqs,
+              max_num_batched_tokens=args.max_num_batched_tokens, gpu_memory_utilization=args.gpu_memory_utilization,
+              num_gpu_blocks_override=args.num_gpu_blocks_override, enforce_eager=args.enforce_eager,
+              enable_prefix_caching=not args.no_enable_prefix_caching, progress=sys.stderr.isatty())
+    if args.fingerprint:
+        print(llm.fingerprint)
+        return 0
+    params = sampling_params(args)
+    options = {}
+    if args.chat:
+        system = [{"role": "system", "content": args.system}] if args.system else []
+        thinking = {"enable_thinking": False} if args.no_think else {}
+        chats = [llm.apply_chat_template(system + [{"role": "user", "content": text}], **thinking) for text in prompts]
+        texts, prompts, options = prompts, chats, {"add_special_tokens": False}
+    loaded = time.perf_counter()
+    if len(prompts) == 1 and args.n == 1 and not args.json:
+        for output in llm.stream(prompts[0], params, **options):
+            print(output.outputs[0].delta, end="", flush=True)
+        print()
+        outputs = [output]
+    else:
+        outputs = llm.generate(prompts, params, progress=sys.stderr.isatty() and len(prompts) > 1, **options)
+    for i, output in enumerate(outputs):
+        if args.chat:
+            output.prompt = texts[i]
+        if args.json:
+            print_json(llm, output)
+        elif len(outputs) > 1 or args.n > 1:
+            for out in output.outputs:
+                number = f" [{out.index}]" if args.n > 1 else ""
+                print(f"--- {output.prompt!r}{number}\n{out.text}")
+        if output.error:
+            tqdm.write(f"error: prompt {i}: {output.error}", file=sys.stderr)
+    took = time.perf_counter() - loaded
+    count = sum(len(out.token_ids) for output in outputs for out in output.outputs)
+    tqdm.write(f"{count} tokens in {took:.2f} s: {count / took:.1f} tokens/s on {llm.device.type} "
+               f"(start {loaded - start:.1f} s)", file=sys.stderr)
+    return 1 if any(output.error for output in outputs) else 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point. Exit code 0, 1 (a request failed), 2 (bad arguments, model or environment), 130 (interrupted)."""
+    args = build_parser().parse_args(argv)
+    try:
+        return run(args)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130

@@ -1,0 +1,429 @@
+"""The engine: `LLM`, from a request to its tokens.
+
+One request's way: `add_request` turns it into `Sequence`s; each `step` asks the scheduler who computes what, has the
+runner compute it, and absorbs the tokens: text, log-probabilities, the end. `generate`, `chat`, `stream` and `score`
+are loops over `step`. Run as a program, this file is the command line (cli.py).
+"""
+
+import os
+import secrets
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import checkpoint
+import receipts
+from cache import BlockManager, allocate_kv_cache
+from kernels import Ops, make_ops
+from kernels.tiles import KV_TILE
+from model import DTYPES, Model, ModelConfig
+from runner import Runner, StepOutput
+from sampler import SamplingParams, completion_seed
+from scheduler import Scheduler, Sequence
+from text import Detokenizer, Tokenizer
+
+DEFAULT_MODEL = "models/SmolLM2-135M-Instruct"
+GRAPH_RESERVE = 1 << 29  # bytes left free for CUDA graphs, which are captured after the cache is sized
+CPU_CACHE_BYTES = 1 << 30
+
+
+@dataclass
+class CompletionOutput:
+    """One completion so far. `text` is all of it, `delta` what the last step added. `logprobs` holds one float a
+    token (of the model's own distribution), `top_logprobs` the alternatives asked for."""
+
+    index: int
+    seed: int
+    text: str = ""
+    delta: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] | None = None
+    top_logprobs: list[dict[int, float]] | None = None
+    finish_reason: str | None = None  # "stop", "length", "abort" or "error"
+    stop_reason: int | str | None = None  # the stop string or stop token id that ended it
+
+
+@dataclass
+class RequestOutput:
+    """A request as it stands. `error` says why it could not run (it has no outputs then); `timings` are seconds."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    prompt_logprobs: list[tuple[float, dict[int, float]] | None] | None = None
+    num_cached_tokens: int = 0
+    finished: bool = False
+    error: str | None = None
+    timings: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Request:
+    """A live request: its sequences and, if there is a tokenizer, their detokenizers."""
+
+    output: RequestOutput
+    seqs: list[Sequence]
+    detokenizers: list[Detokenizer | None]
+
+
+class LLM:
+    """A model, its cache and its scheduler. All arguments after `model` are keywords; see `python engine.py --help`.
+
+    model: checkpoint folder or Hub id; revision: of a Hub id
+    device: "auto", "cuda" or "cpu"; dtype: "auto" (the checkpoint's), "bfloat16", "float16" or "float32"
+    schedule: "auto" or "reference": how fast, never which bits
+    load_format: "auto" or "dummy" (random weights, for measuring); hf_overrides: entries that replace config.json's
+    max_model_len: longest prompt + output [what the model and the cache allow]
+    max_num_seqs, max_num_batched_tokens: most sequences and tokens in a step
+    gpu_memory_utilization: share of the GPU's memory to use; num_gpu_blocks_override: size of the cache in blocks of 64
+    enable_prefix_caching, enforce_eager (no CUDA graphs): as in vLLM
+    ops: another op table (for tests and benchmarks)
+    """
+
+    def __init__(self, model: str | Path = DEFAULT_MODEL, *, revision: str | None = None, device: str = "auto",
+                 dtype: str = "auto", schedule: str = "auto", load_format: str = "auto",
+                 hf_overrides: dict | None = None, max_model_len: int | None = None, max_num_seqs: int = 256,
+                 max_num_batched_tokens: int | None = None, gpu_memory_utilization: float = 0.85,
+                 num_gpu_blocks_override: int | None = None, enable_prefix_caching: bool = True,
+                 enforce_eager: bool = False, ops: Ops | None = None, progress: bool = True):
+        if max_num_seqs < 1 or (max_num_batched_tokens or 1) < 1:
+            raise ValueError("max_num_seqs and max_num_batched_tokens must be at least 1")
+        if load_format not in ("auto", "dummy"):
+            raise ValueError(f"unknown load_format {load_format!r}: use 'auto' or 'dummy'")
+        self.folder = find_model(str(model), revision)
+        raw = checkpoint.read_json(self.folder, "config.json", required=True) | (hf_overrides or {})
+        self.config = ModelConfig.from_dict(raw)
+        self.device = pick_device(device)
+        self.dtype = pick_dtype(dtype, self.config)
+        self.ops = ops or make_ops(self.device, schedule)
+        self.load_format = load_format
+        limit = self.config.max_model_len
+        if max_model_len is not None and not 1 <= max_model_len <= limit:
+            raise ValueError(f"max_model_len {max_model_len} must be between 1 and {limit}, the model's own limit")
+        self.model = Model(self.config, self.ops, self.device, self.dtype, max_model_len or limit)
+        if load_format == "dummy":
+            self.model.load_dummy(progress)
+        else:
+            self.model.load(checkpoint.Checkpoint(self.folder), progress)
+        has_tokenizer = (self.folder / "tokenizer.json").is_file()
+        self.tokenizer = Tokenizer(self.folder) if has_tokenizer else None
+        self.generation_config = checkpoint.read_json(self.folder, "generation_config.json")
+        self.eos_token_ids = end_token_ids(self.generation_config, raw, self.tokenizer)
+
+        batched = max_num_batched_tokens or (8192 if self.device.type == "cuda" else 512)
+        num_blocks = num_gpu_blocks_override or self._measure_blocks(gpu_memory_utilization, max_num_seqs, batched)
+        self.max_model_len = min(max_model_len or limit, num_blocks * KV_TILE)
+        if max_model_len is not None and self.max_model_len < max_model_len:
+            raise ValueError(f"the cache has room for {num_blocks * KV_TILE} tokens, less than max_model_len "
+                             f"{max_model_len}: lower it, or give the engine more memory")
+        kv_cache = allocate_kv_cache(self.config.num_layers, num_blocks, self.config.num_kv_heads,
+                                     self.config.head_dim, self.dtype, self.device)
+        self.runner = Runner(self.model, self.ops, kv_cache, max_num_seqs, self.max_model_len, enforce_eager)
+        blocks = BlockManager(num_blocks, enable_prefix_caching=enable_prefix_caching)
+        self.scheduler = Scheduler(blocks, max_num_seqs, batched)
+        self.requests: dict[str, Request] = {}
+        self._owner: dict[int, tuple[Request, int]] = {}  # id(sequence) -> its request and index there
+        self._next_id = 0
+        self._fingerprint: str | None = None
+
+    def _measure_blocks(self, utilization: float, max_num_seqs: int, max_num_batched_tokens: int) -> int:
+        """How many cache blocks fit beside the weights and the largest step's working memory."""
+        c = self.config
+        block_bytes = 2 * c.num_layers * c.num_kv_heads * KV_TILE * c.head_dim * self.dtype.itemsize
+        if self.device.type == "cpu":
+            return max(1, CPU_CACHE_BYTES // block_bytes)
+        if not 0 < utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {utilization}")
+        probe = allocate_kv_cache(c.num_layers, 1, c.num_kv_heads, c.head_dim, self.dtype, self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        Runner(self.model, self.ops, probe, max_num_seqs, KV_TILE, True).profile(max_num_batched_tokens, max_num_seqs)
+        working = torch.cuda.max_memory_allocated(self.device) - before
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.device)
+        logits = max_num_seqs * c.vocab_size * 4  # the static output of the graphs
+        budget = free - (1 - utilization) * total - working - logits - GRAPH_RESERVE
+        if budget < block_bytes:
+            raise ValueError(f"no memory left for the cache: {free / 2**30:.1f} GiB free after the weights, a step "
+                             f"needs {working / 2**30:.1f}; lower max_num_batched_tokens or raise "
+                             "gpu_memory_utilization")
+        return int(budget // block_bytes)
+
+    @property
+    def fingerprint(self) -> str:
+        """Names everything that may change bits (receipts.py). Reads the weight files once, the first time."""
+        if self._fingerprint is None:
+            dummy = self.load_format == "dummy"
+            weights = "dummy" if dummy else receipts.weight_digest(self.folder)
+            self._fingerprint = receipts.fingerprint(
+                receipts.fingerprint_parts(self.config, self.ops, self.device, self.dtype, weights))
+        return self._fingerprint
+
+    # The step interface.
+
+    def add_request(self, prompt: str | list[int], params: SamplingParams | None = None, *,
+                    request_id: str | None = None, cache_salt: str | None = None, score_only: bool = False,
+                    add_special_tokens: bool = True) -> str:
+        """Queue a request and return its id. Raises ValueError, and queues nothing, if it can never run.
+
+        prompt: text, or token ids. cache_salt: requests with different salts share no cached prefix.
+        """
+        params = (params or SamplingParams()).resolve(self.generation_config)
+        token_ids = self._encode(prompt, add_special_tokens)
+        room = self.max_model_len - len(token_ids) + score_only
+        if room < 1:
+            raise ValueError(f"the prompt has {len(token_ids)} tokens; with at least one to generate the limit is "
+                             f"{self.max_model_len} (max_model_len)")
+        for token in (*params.stop_token_ids, *params.logit_bias):
+            if token >= self.config.vocab_size:
+                raise ValueError(f"token id {token} is outside the vocabulary of {self.config.vocab_size}")
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer, and this model folder has no tokenizer.json")
+        request_id = request_id if request_id is not None else self._new_id()
+        if request_id in self.requests:
+            raise ValueError(f"request id {request_id!r} is in use")
+        seed = params.seed if params.seed is not None else secrets.randbits(53)
+        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
+        output = RequestOutput(request_id, prompt if isinstance(prompt, str) else None, token_ids, params)
+        request = Request(output, [], [])
+        for index in range(params.n):
+            own = params if index == 0 else replace(params, prompt_logprobs=None)
+            seq = Sequence(list(token_ids), own, completion_seed(seed, index),
+                           0 if score_only else min(params.max_tokens or room, room), ends, cache_salt)
+            if own.prompt_logprobs is not None:
+                seq.prompt_logprobs = [None]
+            output.outputs.append(CompletionOutput(index, seq.seed, logprobs=None if params.logprobs is None else [],
+                                                   top_logprobs=[] if params.logprobs else None))
+            request.seqs.append(seq)
+            request.detokenizers.append(self.tokenizer and Detokenizer(
+                self.tokenizer, params.stop, params.include_stop_str_in_output, params.skip_special_tokens, token_ids))
+            self._owner[id(seq)] = request, index
+            self.scheduler.add(seq)
+        self.requests[request_id] = request
+        return request_id
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step. Returns the requests that gained a token or ended, each as it now stands."""
+        seqs = self.scheduler.schedule()
+        if not seqs:
+            return []
+        changed: dict[str, RequestOutput] = {}
+        for seq, result in zip(seqs, self.runner.step(seqs), strict=True):
+            self.scheduler.computed(seq)
+            seq.prompt_logprobs += result.prompt_logprobs
+            request, index = self._owner[id(seq)]
+            if result.token_id is not None:
+                self._absorb(request, index, result)
+                changed[request.output.request_id] = request.output
+            elif seq.max_new_tokens == 0 and seq.num_computed_tokens == len(seq.token_ids):
+                self._finish(request, index, "length")
+                changed[request.output.request_id] = request.output
+        return list(changed.values())
+
+    def abort(self, request_id: str) -> None:
+        """End a request wherever it is, free its blocks and forget it. An unknown id is ignored: it may have just
+        ended."""
+        if request := self.requests.get(request_id):
+            for index, seq in enumerate(request.seqs):
+                if seq.finish_reason is None:
+                    self._finish(request, index, "abort")
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        return self.scheduler.has_work
+
+    def _new_id(self) -> str:
+        self._next_id += 1
+        return f"req-{self._next_id}"
+
+    def _encode(self, prompt: str | list[int], add_special_tokens: bool) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("this model folder has no tokenizer.json: give the prompt as token ids")
+            token_ids = self.tokenizer.encode(prompt, add_special_tokens)
+        else:
+            token_ids = list(prompt)
+            for token in token_ids:
+                if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.config.vocab_size:
+                    raise ValueError(f"prompt token {token!r} is no id below the vocabulary size "
+                                     f"{self.config.vocab_size}")
+        if not token_ids:
+            raise ValueError("the prompt is empty: give at least one token")
+        return token_ids
+
+    def _absorb(self, request: Request, index: int, result: StepOutput) -> None:
+        """Take a new token into sequence `index`: its text, its logprobs, and whether it is the last."""
+        seq, out, detokenizer = request.seqs[index], request.output.outputs[index], request.detokenizers[index]
+        token = result.token_id
+        if token >= self.config.vocab_size:
+            request.output.error = "the model produced no finite logit (NaN or -inf everywhere): check the weights"
+            return self._finish(request, index, "error")
+        if seq.first_token_time is None:
+            seq.first_token_time = time.perf_counter()
+        seq.token_ids.append(token)
+        out.token_ids.append(token)
+        if out.logprobs is not None:
+            out.logprobs.append(result.logprob)
+        if out.top_logprobs is not None:
+            out.top_logprobs.append(result.top_logprobs)
+        params, count = request.output.params, len(out.token_ids)
+        ended = token in seq.stop_token_ids and count >= params.min_tokens
+        out.delta = ""
+        if detokenizer and (not ended or params.include_stop_str_in_output):
+            out.delta = detokenizer.push(token, check_stop=count >= params.min_tokens)
+            out.text += out.delta
+        if detokenizer and detokenizer.stop_reason is not None:
+            out.stop_reason = detokenizer.stop_reason
+            self._finish(request, index, "stop")
+        elif ended:
+            out.stop_reason = token if token in params.stop_token_ids else None
+            self._finish(request, index, "stop")
+        elif count >= seq.max_new_tokens:
+            self._finish(request, index, "length")
+
+    def _finish(self, request: Request, index: int, reason: str) -> None:
+        """End sequence `index`; with the last of its sequences, the request."""
+        seq, out, detokenizer = request.seqs[index], request.output.outputs[index], request.detokenizers[index]
+        self.scheduler.finish(seq, reason)
+        out.finish_reason = reason
+        if detokenizer and detokenizer.stop_reason is None:
+            rest = detokenizer.finish()
+            out.text, out.delta = out.text + rest, out.delta + rest
+        del self._owner[id(seq)]
+        if all(s.finish_reason for s in request.seqs):
+            first = request.seqs[0]
+            output = request.output
+            output.finished = True
+            output.num_cached_tokens = first.num_cached_tokens or 0
+            output.prompt_logprobs = first.prompt_logprobs or None
+            total = max(s.finish_time for s in request.seqs) - first.arrival_time
+            times = [s.first_token_time for s in request.seqs if s.first_token_time is not None]
+            output.timings = {"total_s": total} | ({"ttft_s": min(times) - first.arrival_time} if times else {})
+            del self.requests[output.request_id]
+
+    # Loops over `step`.
+
+    def generate(self, prompts, params: SamplingParams | list[SamplingParams] | None = None,
+                 progress: bool = False, **options) -> list[RequestOutput]:
+        """Complete each prompt; results in the order given.
+
+        prompts: one prompt or a list; a prompt is text or a list of token ids. params: one for all, or one each.
+        A request that cannot run comes back with `error` set and the others go on; if none can run, ValueError.
+        """
+        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+            prompts = [prompts]
+        each = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
+        if len(each) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts but {len(each)} SamplingParams: give one, or one each")
+        results: dict[int, RequestOutput] = {}
+        waiting: dict[str, int] = {}
+        for i, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
+            try:
+                waiting[self.add_request(prompt, own, **options)] = i
+            except ValueError as error:
+                results[i] = RequestOutput("", prompt if isinstance(prompt, str) else None,
+                                           [] if isinstance(prompt, str) else list(prompt), own or SamplingParams(),
+                                           finished=True, error=str(error))
+        if prompts and not waiting:
+            raise ValueError(results[0].error)
+        with tqdm(total=len(prompts), desc="prompts", disable=not progress, file=sys.stderr) as bar:
+            bar.update(len(results))
+            try:
+                while waiting:
+                    for output in self.step():
+                        if output.finished and output.request_id in waiting:
+                            results[waiting.pop(output.request_id)] = output
+                            bar.update(1)
+            finally:
+                for request_id in waiting:  # interrupted: leave nothing behind
+                    self.abort(request_id)
+        return [results[i] for i in range(len(prompts))]
+
+    def chat(self, messages: list, params: SamplingParams | None = None, progress: bool = False,
+             **template) -> list[RequestOutput]:
+        """Complete one conversation (a list of {"role", "content"}) or a list of them, through the checkpoint's chat
+        template; `template` goes to it (for Qwen3: enable_thinking=False)."""
+        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        prompts = [self.apply_chat_template(conversation, **template) for conversation in conversations]
+        return self.generate(prompts, params, progress, add_special_tokens=False)
+
+    def apply_chat_template(self, messages: list[dict], **template) -> str:
+        if self.tokenizer is None:
+            raise ValueError("this model folder has no tokenizer.json, so it cannot chat")
+        return self.tokenizer.apply_chat_template(messages, **template)
+
+    def stream(self, prompt: str | list[int], params: SamplingParams | None = None, **options) -> Iterator[RequestOutput]:
+        """Complete one prompt, yielding the request after each new token (see `CompletionOutput.delta`)."""
+        request_id = self.add_request(prompt, params, **options)
+        try:
+            while request_id in self.requests:
+                for output in self.step():
+                    if output.request_id == request_id:
+                        yield output
+        finally:
+            self.abort(request_id)
+
+    def score(self, prompt: str | list[int], completion: str | list[int]) -> list[float]:
+        """Log-probability of each token of `completion` after `prompt`, by one prefill: the very bits that decoding
+        reports. Text is tokenized apart and joined; give token ids where that matters."""
+        before = self._encode(prompt, True)
+        after = self._encode(completion, False)
+        params = SamplingParams(temperature=0.0, prompt_logprobs=0)
+        output = self.generate([before + after], params, score_only=True)[0]
+        return [logprob for logprob, _ in output.prompt_logprobs[len(before) :]]
+
+
+def find_model(model: str, revision: str | None) -> Path:
+    """The folder of a model; the default one is looked for beside this file and made by a tool if it is not there."""
+    if model == DEFAULT_MODEL:
+        folder = Path(__file__).parent / DEFAULT_MODEL
+        if not folder.is_dir():
+            raise ValueError(f"the default model is not there yet: run `python tools/smollm2.py` to make {folder}, "
+                             "or name one with --model (a folder, or a Hub id such as Qwen/Qwen3-0.6B)")
+        return folder
+    return checkpoint.resolve(model, revision)
+
+
+def pick_device(name: str) -> torch.device:
+    if name not in ("auto", "cuda", "cpu"):
+        raise ValueError(f"unknown device {name!r}: use 'auto', 'cuda' or 'cpu'")
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise ValueError("device 'cuda' asked for, but torch sees no GPU: use 'auto' or 'cpu'")
+    if name == "cpu" or not available:
+        return torch.device("cpu")
+    device = torch.device("cuda", torch.cuda.current_device())
+    if (capability := torch.cuda.get_device_capability(device)) < (8, 0):
+        raise ValueError(f"this GPU has compute capability {capability[0]}.{capability[1]}; samebits needs 8.0 or "
+                         "newer: use --device cpu")
+    return device
+
+
+def pick_dtype(name: str, config: ModelConfig) -> torch.dtype:
+    wanted = config.dtype if name == "auto" else name
+    if wanted not in DTYPES:
+        raise ValueError(f"unknown dtype {wanted!r}: use 'auto', {', '.join(map(repr, DTYPES))}")
+    return DTYPES[wanted]
+
+
+def end_token_ids(generation_config: dict, config: dict, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """Every id that ends a text: generation_config's, config's and the tokenizer's, each an int or a list."""
+    found: set[int] = set()
+    for value in (generation_config.get("eos_token_id"), config.get("eos_token_id"),
+                  tokenizer.eos_token_id if tokenizer else None):
+        found |= set(value) if isinstance(value, list) else {value} if value is not None else set()
+    return frozenset(found)
+
+
+if __name__ == "__main__":
+    from cli import main
+
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""Every op between `input_ids` and the token, behind one table.
+
+The contract: a row of any op's result depends on that row's inputs, the weights and its own sequence's keys, never on
+how many rows there are, where it stands among them, or how the work was cut. Each launcher states its `Reduction
+order:` (numerics, fixed) and its `Schedule:` (what may follow the batch without changing a bit).
+
+`Ops` is that table. The engine is handed one and calls nothing else, so a test or a benchmark can swap in another.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+
+@dataclass(frozen=True)
+class Ops:
+    """The operations a model and a sampler are written in; see the launchers in this folder for shapes.
+
+    `query_tile(group)`: query tokens a prefill work item holds. `split_decode(num_seqs, num_kv_heads)`: whether each
+    KV split of a decode row gets a program of its own. `grid`: programs of a fixed-size launch. All are schedule.
+    """
+
+    name: str
+    weight_dtype: Callable[[torch.dtype], torch.dtype]
+    embedding: Callable
+    rms_norm: Callable
+    linear: Callable
+    rotary_and_cache: Callable
+    silu_and_mul: Callable
+    paged_attention: Callable
+    logprobs: Callable
+    argmax: Callable
+    sample: Callable
+    query_tile: Callable[[int], int]
+    split_decode: Callable[[int, int], bool]
+    grid: int
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors hold the same bits. Not `torch.equal`, which takes 0.0 for -0.0 and no NaN for itself."""
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(
+        a.contiguous().view(integer), b.contiguous().view(integer))
+
+
+def make_ops(device: torch.device, schedule: str = "auto") -> Ops:
+    """The op table for a device: Triton kernels on a GPU, the plain-torch twins elsewhere.
+
+    schedule: "auto" (tuned for the GPU) or "reference" (one fixed configuration an op); same bits.
+    """
+    if schedule not in ("auto", "reference"):
+        raise ValueError(f"unknown schedule {schedule!r}: use 'auto' or 'reference'")
+    return triton_ops(device, schedule) if device.type == "cuda" else reference_ops()
+
+
+def reference_ops() -> Ops:
+    from kernels import reference as ref
+
+    return Ops("reference", lambda dtype: torch.float32, ref.embedding, ref.rms_norm, ref.linear, ref.rotary_and_cache,
+               ref.silu_and_mul, ref.paged_attention, ref.logprobs, ref.argmax, ref.sample,
+               query_tile=lambda group: max(16, group) // group, split_decode=lambda num_seqs, heads: False, grid=0)
+
+
+def triton_ops(device: torch.device, schedule: str = "auto", table=None) -> Ops:
+    """The Triton table. `table` overrides the schedules looked up for this GPU (for tests and tuning)."""
+    from kernels import activation, attention, embedding, linear, logprobs, norm, rotary, sample, tiles
+
+    if table is None:
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
+        table = tiles.schedules(schedule, capability)
+    arrived = torch.zeros(16384, dtype=torch.int32, device=device)  # arrival counters of split sums
+
+    def run_linear(x, weight, bias, leaves, out_dtype, out=None):
+        chosen = table.linear_for(x.shape[0], x.element_size())
+        return linear.linear(x, weight, bias, leaves, out_dtype, chosen, arrived, out)
+
+    return Ops(
+        "triton", lambda dtype: dtype, lambda ids, weight, dtype: embedding.embedding(ids, weight), norm.rms_norm,
+        run_linear, rotary.rotary_and_cache, activation.silu_and_mul,
+        partial(attention.paged_attention, decode=table.decode, prefill=table.prefill), logprobs.logprobs,
+        sample.argmax, sample.sample,
+        query_tile=lambda group: max(table.prefill.BLOCK_M, group) // group,
+        split_decode=lambda num_seqs, heads: table.split_decode and num_seqs * heads < table.programs,
+        grid=table.programs)

@@ -1,0 +1,169 @@
+"""Paged attention: one numerics for prefill, chunk and decode.
+
+A work item (kernels/work.py) is a run of query tokens of one sequence and the KV splits it must see. A program either
+walks all splits of its item, or, when decode rows alone would leave the GPU idle, each split is an item of its own and
+`merge_kernel` joins the partial results. Both ways add the same splits in the same order through the same `merge`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.tiles import KV_SPLIT, KV_TILE, AttentionSchedule
+
+
+@triton.jit
+def merge(m_total, l_total, acc_total, m, l, acc):
+    """Add one split to the running result, in position order. An empty split (m = -inf) is an exact no-op."""
+    m_new = tl.maximum(m_total, m)
+    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    a = tl.exp2(m_total - m_safe)
+    b = tl.exp2(m - m_safe)
+    return m_new, l_total * a + l * b, acc_total * a[:, None] + acc * b[:, None]
+
+
+@triton.jit
+def attend_tile(q, k, v, mask, scale_log2e, m, l, acc, ones, MASKED: tl.constexpr, PRECISION: tl.constexpr):
+    """One step of the online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) over a tile of KV_TILE keys."""
+    scores = tl.dot(q, k.T, input_precision=PRECISION) * scale_log2e  # [BLOCK_M, KV_TILE]
+    if MASKED:
+        scores = tl.where(mask, scores, float("-inf"))
+    m_new = tl.maximum(m, tl.max(scores, 1))
+    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.exp2(scores - m_safe[:, None]).to(v.dtype)
+    alpha = tl.exp2(m - m_safe)
+    # The row sum is a dot with ones: `tl.sum` would follow the layout, and so the schedule (design law 2).
+    l = l * alpha + tl.max(tl.dot(p, ones, input_precision=PRECISION), 1)
+    acc = tl.dot(p, v, acc * alpha[:, None], input_precision=PRECISION)
+    return m_new, l, acc
+
+
+@triton.jit(do_not_specialize=["stride_table"])
+def paged_attention_kernel(q_ptr, k_cache_ptr, v_cache_ptr, block_tables_ptr, positions_ptr, items_ptr, counts_ptr,
+                           out_ptr, partial_ml_ptr, partial_acc_ptr, stride_table, scale_log2e, COUNT: tl.constexpr,
+                           NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+                           TILE: tl.constexpr, SPLIT: tl.constexpr, PARTIAL: tl.constexpr, BLOCK_M: tl.constexpr,
+                           SKIP_MASK: tl.constexpr, PRECISION: tl.constexpr):
+    GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    num_items = tl.load(counts_ptr + COUNT)
+    rows = tl.arange(0, BLOCK_M)
+    offs_n = tl.arange(0, TILE)
+    offs_d = tl.arange(0, HEAD_DIM)
+    ones = tl.full((TILE, 16), 1.0, q_ptr.dtype.element_ty)
+    for work in range(tl.program_id(0), num_items * NUM_KV_HEADS, tl.num_programs(0)):
+        kv_head = work % NUM_KV_HEADS
+        item_ptr = items_ptr + work // NUM_KV_HEADS * 6
+        seq = tl.load(item_ptr).to(tl.int64)
+        first_token = tl.load(item_ptr + 1)
+        num_query = tl.load(item_ptr + 2)
+        first_split = tl.load(item_ptr + 3)
+        last_split = tl.load(item_ptr + 4)
+        first_pos = tl.load(positions_ptr + first_token)
+        # Row r is token r // GROUP, head r % GROUP: the heads of a group share each tile of keys.
+        mask_m = rows < num_query * GROUP
+        token = first_token.to(tl.int64) + rows // GROUP
+        head = kv_head * GROUP + rows % GROUP
+        row_offs = (token * NUM_HEADS + head)[:, None] * HEAD_DIM + offs_d[None, :]
+        q = tl.load(q_ptr + row_offs, mask=mask_m[:, None], other=0.0)
+        pos = first_pos + rows // GROUP
+        num_keys = first_pos + num_query  # keys that the last query of the item may see
+        table_ptr = block_tables_ptr + seq * stride_table
+
+        m_total = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        l_total = tl.zeros((BLOCK_M,), tl.float32)
+        acc_total = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
+        for split in range(first_split, last_split):
+            m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+            l = tl.zeros((BLOCK_M,), tl.float32)
+            acc = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
+            start = split * SPLIT
+            end = min(start + SPLIT, num_keys)
+            # Tiles that every query of the item sees whole need no mask. With `enable_fp_fusion=False` leaving it
+            # out changes no bit (design, section 2).
+            full_end = start
+            if SKIP_MASK:
+                full_end = max(start, min(end, first_pos + 1) // TILE * TILE)
+            for n in range(start, full_end, TILE):
+                page = (tl.load(table_ptr + n // TILE).to(tl.int64) * NUM_KV_HEADS + kv_head) * TILE
+                offs = (page + offs_n[:, None]) * HEAD_DIM + offs_d[None, :]
+                k = tl.load(k_cache_ptr + offs)
+                v = tl.load(v_cache_ptr + offs)
+                m, l, acc = attend_tile(q, k, v, None, scale_log2e, m, l, acc, ones, False, PRECISION)
+            for n in range(full_end, end, TILE):
+                page = (tl.load(table_ptr + n // TILE).to(tl.int64) * NUM_KV_HEADS + kv_head) * TILE
+                offs = (page + offs_n[:, None]) * HEAD_DIM + offs_d[None, :]
+                # Slots past num_keys were never written for this sequence: 0 x NaN must not reach the sum.
+                written = (n + offs_n < num_keys)[:, None]
+                k = tl.load(k_cache_ptr + offs, mask=written, other=0.0)
+                v = tl.load(v_cache_ptr + offs, mask=written, other=0.0)
+                mask = (n + offs_n)[None, :] <= pos[:, None]
+                m, l, acc = attend_tile(q, k, v, mask, scale_log2e, m, l, acc, ones, True, PRECISION)
+            if PARTIAL:  # the item is this one split
+                row = (tl.load(item_ptr + 5).to(tl.int64) * NUM_KV_HEADS + kv_head) * GROUP + rows
+                tl.store(partial_ml_ptr + row * 2, m, mask=mask_m)
+                tl.store(partial_ml_ptr + row * 2 + 1, l, mask=mask_m)
+                tl.store(partial_acc_ptr + row[:, None] * HEAD_DIM + offs_d[None, :], acc, mask=mask_m[:, None])
+            else:
+                m_total, l_total, acc_total = merge(m_total, l_total, acc_total, m, l, acc)
+        if not PARTIAL:
+            out = acc_total / l_total[:, None]
+            tl.store(out_ptr + row_offs, out.to(out_ptr.dtype.element_ty), mask=mask_m[:, None])
+
+
+@triton.jit
+def merge_kernel(merges_ptr, counts_ptr, out_ptr, partial_ml_ptr, partial_acc_ptr, COUNT: tl.constexpr,
+                 NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, STAGES: tl.constexpr):
+    offs_d = tl.arange(0, HEAD_DIM)
+    for work in range(tl.program_id(0), tl.load(counts_ptr + COUNT) * NUM_HEADS, tl.num_programs(0)):
+        head = work % NUM_HEADS
+        merge_ptr = merges_ptr + work // NUM_HEADS * 3
+        token = tl.load(merge_ptr).to(tl.int64)
+        first = tl.load(merge_ptr + 1).to(tl.int64)
+        m_total = tl.full((1,), float("-inf"), tl.float32)
+        l_total = tl.zeros((1,), tl.float32)
+        acc_total = tl.zeros((1, HEAD_DIM), tl.float32)
+        for i in tl.range(0, tl.load(merge_ptr + 2), num_stages=STAGES):
+            row = (first + i) * NUM_HEADS + head + tl.arange(0, 1)
+            m = tl.load(partial_ml_ptr + row * 2)
+            l = tl.load(partial_ml_ptr + row * 2 + 1)
+            acc = tl.load(partial_acc_ptr + row[:, None] * HEAD_DIM + offs_d[None, :])
+            m_total, l_total, acc_total = merge(m_total, l_total, acc_total, m, l, acc)
+        out = (acc_total / l_total[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + (token * NUM_HEADS + head) * HEAD_DIM + offs_d[None, :], out)
+
+
+def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, work, scale: float,
+                    decode: AttentionSchedule, prefill: AttentionSchedule) -> torch.Tensor:
+    """Causal attention of every query over its sequence's pages (Dao et al. 2022; Kwon et al. 2023 for the paging).
+
+    q: [num_tokens, num_heads, head_dim] bf16, fp16 or fp32
+    k_cache, v_cache: [num_blocks, num_kv_heads, block_size, head_dim], dtype of q; the keys of this step are in it
+    work: kernels.work.AttentionWork: block tables, positions and the lists of work items
+    scale: multiplies q k^T
+    returns [num_tokens, num_heads, head_dim], dtype of q; rows of no item are left unwritten
+
+    Reduction order: keys in tiles of KV_TILE from position 0, online softmax in tile order inside splits of KV_SPLIT
+        at absolute positions, splits merged in position order; head_dim and tile sums are fp32 `tl.dot` chains.
+    Schedule: BLOCK_M, warps, stages, masks on full tiles, and which programs walk which splits; all may follow the
+        batch.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads = k_cache.shape[1]
+    group = num_heads // num_kv_heads
+    out = torch.empty_like(q)
+    ml = torch.empty((max(1, work.max_partials), num_heads, 2), dtype=torch.float32, device=q.device)
+    acc = torch.empty((max(1, work.max_partials), num_heads, head_dim), dtype=torch.float32, device=q.device)
+    scale_log2e = scale * 1.4426950408889634
+    launches = ((work.prefill_items, 0, work.prefill_grid, prefill, False),
+                (work.decode_items, 1, work.decode_grid, decode, work.split_decode))
+    for items, count, grid, schedule, partial in launches:
+        if grid:
+            paged_attention_kernel[(grid * num_kv_heads,)](
+                q, k_cache, v_cache, work.block_tables, work.positions, items, work.counts, out, ml, acc,
+                work.block_tables.stride(0), scale_log2e, count, num_heads, num_kv_heads, head_dim, KV_TILE, KV_SPLIT,
+                partial, max(schedule.BLOCK_M, triton.next_power_of_2(group)), schedule.skip_mask, "ieee",
+                num_warps=schedule.num_warps, num_stages=schedule.num_stages, enable_fp_fusion=False)
+    if work.split_decode:
+        merge_kernel[(work.merge_grid * num_heads,)](work.merges, work.counts, out, ml, acc, 2, num_heads, head_dim, 4,
+                                                     num_warps=1, enable_fp_fusion=False)
+    return out

@@ -1,0 +1,103 @@
+"""Matrix product with a fixed order of K: `linear`."""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.tiles import LinearSchedule, leaf_length
+
+
+@triton.jit
+def leaf_sum(x_ptrs, w_ptrs, mask_m, mask_n, k_start, K: tl.constexpr, LEAF: tl.constexpr, EVEN_N: tl.constexpr,
+             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr):
+    # The chain along K. `tl.dot` onto one accumulator gives the same bits for every tile shape (design law 1).
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    offs_k = tl.arange(0, BLOCK_K)
+    for k in range(k_start, k_start + LEAF, BLOCK_K):
+        if K % BLOCK_K == 0 and LEAF % BLOCK_K == 0:
+            x = tl.load(x_ptrs + k, mask=mask_m, other=0.0)
+            w = tl.load(w_ptrs + k) if EVEN_N else tl.load(w_ptrs + k, mask=mask_n, other=0.0)
+        else:
+            mask_k = (k + offs_k) < min(k_start + LEAF, K)
+            x = tl.load(x_ptrs + k, mask=mask_m & mask_k[None, :], other=0.0)
+            w = tl.load(w_ptrs + k, mask=mask_n & mask_k[None, :], other=0.0)
+        acc = tl.dot(x, w.T, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit(do_not_specialize=["M"])
+def linear_kernel(x_ptr, w_ptr, bias_ptr, out_ptr, partial_ptr, arrived_ptr, M, N: tl.constexpr, K: tl.constexpr,
+                  LEAVES: tl.constexpr, LEAF: tl.constexpr, SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr,
+                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+                  PRECISION: tl.constexpr):
+    # Neighbouring programs share rows of x and of w in the L2: walk GROUP_M row tiles before the next column tile.
+    tile = tl.program_id(0)
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    first_m = tile // (GROUP_M * tiles_n) * GROUP_M
+    group_m = min(tiles_m - first_m, GROUP_M)
+    offs_m = (first_m + tile % (GROUP_M * tiles_n) % group_m) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = tile % (GROUP_M * tiles_n) // group_m * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_k = tl.arange(0, BLOCK_K)
+    mask_m = offs_m[:, None] < M
+    mask_n = offs_n[:, None] < N
+    EVEN_N: tl.constexpr = N % BLOCK_N == 0
+    x_ptrs = x_ptr + offs_m[:, None].to(tl.int64) * K + offs_k[None, :]  # [BLOCK_M, BLOCK_K]
+    w_ptrs = w_ptr + offs_n[:, None].to(tl.int64) * K + offs_k[None, :]  # [BLOCK_N, BLOCK_K]
+    offs_out = offs_m[:, None].to(tl.int64) * N + offs_n[None, :]
+    mask_out = mask_m & (offs_n[None, :] < N)
+
+    if SPLIT:
+        # One leaf a program. Partials meet in memory; the last program to arrive adds them in leaf order, so the
+        # arrival order (an integer count) decides who adds, never how.
+        leaf = tl.program_id(1)
+        acc = leaf_sum(x_ptrs, w_ptrs, mask_m, mask_n, leaf * LEAF, K, LEAF, EVEN_N, BLOCK_M, BLOCK_N, BLOCK_K,
+                       PRECISION)
+        tl.store(partial_ptr + leaf.to(tl.int64) * M * N + offs_out, acc, mask=mask_out)
+        tl.debug_barrier()
+        if tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") != LEAVES - 1:
+            return
+        tl.store(arrived_ptr + tile, 0)
+        acc = tl.load(partial_ptr + offs_out, mask=mask_out, other=0.0, cache_modifier=".cg")
+        for i in tl.static_range(1, LEAVES):
+            acc = acc + tl.load(partial_ptr + tl.cast(i, tl.int64) * M * N + offs_out, mask=mask_out, other=0.0,
+                                cache_modifier=".cg")
+    else:
+        acc = leaf_sum(x_ptrs, w_ptrs, mask_m, mask_n, 0, K, LEAF, EVEN_N, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)
+        for i in tl.static_range(1, LEAVES):
+            acc = acc + leaf_sum(x_ptrs, w_ptrs, mask_m, mask_n, i * LEAF, K, LEAF, EVEN_N, BLOCK_M, BLOCK_N, BLOCK_K,
+                                 PRECISION)
+    if HAS_BIAS:
+        acc = acc + tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
+    tl.store(out_ptr + offs_out, acc.to(out_ptr.dtype.element_ty), mask=mask_out)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, leaves: int, out_dtype: torch.dtype,
+           schedule: LinearSchedule, arrived: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """out = x @ weight.T + bias.
+
+    x: [M, K] bf16, fp16 or fp32, contiguous
+    weight: [N, K], dtype of x, contiguous
+    bias: [N] or None
+    arrived: [>= tiles] int32 zeros, left zero: the arrival counters of a split sum
+    returns [M, N] in `out_dtype`: `out` if given (contiguous), else a new tensor
+
+    Reduction order: K in `leaves` leaves of tiles.leaf_length; a leaf is one fp32 `tl.dot` chain from its first
+        element to its last; leaves are added in order as a chain, then the bias, then one rounding.
+    Schedule: tile shape, warps, stages, row grouping, and whether leaves share a program; all may follow M.
+    """
+    M, K = x.shape
+    N = weight.shape[0]
+    assert weight.shape[1] == K and x.dtype == weight.dtype, (x.shape, x.dtype, weight.shape, weight.dtype)
+    assert x.is_contiguous() and weight.is_contiguous()
+    if out is None:
+        out = torch.empty((M, N), dtype=out_dtype, device=x.device)
+    assert out.shape == (M, N) and out.dtype == out_dtype and out.is_contiguous()
+    tiles = triton.cdiv(M, schedule.BLOCK_M) * triton.cdiv(N, schedule.BLOCK_N)
+    split = schedule.split and leaves > 1 and tiles <= arrived.numel()
+    partial = torch.empty((leaves, M, N), dtype=torch.float32, device=x.device) if split else out
+    linear_kernel[(tiles, leaves if split else 1)](
+        x, weight, weight if bias is None else bias, out, partial, arrived, M, N, K, leaves, leaf_length(K, leaves),
+        split, bias is not None, schedule.BLOCK_M, schedule.BLOCK_N, schedule.BLOCK_K, schedule.GROUP_M,
+        "ieee", num_warps=schedule.num_warps, num_stages=schedule.num_stages, enable_fp_fusion=False)
+    return out

@@ -1,0 +1,87 @@
+"""QK-norm, rotary embedding and the write into the paged cache, in one pass over the qkv rows: `rotary_and_cache`."""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.norm import round_mul
+from kernels.tiles import KV_TILE, ROPE_TILE_HEADS
+
+
+@triton.jit
+def rotary_and_cache_kernel(qkv_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, positions_ptr, slots_ptr, q_ptr, k_cache_ptr,
+                            v_cache_ptr, eps, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+                            HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr,
+                            HAS_NORM: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    HALF: tl.constexpr = HEAD_DIM // 2
+    TOTAL: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    offs = tl.arange(0, HALF)[None, :]
+    is_q = head < NUM_HEADS
+    is_k = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
+    is_v = (head >= NUM_HEADS + NUM_KV_HEADS) & (head < TOTAL)
+    row_ptrs = qkv_ptr + token * TOTAL * HEAD_DIM + head * HEAD_DIM + offs  # [HEADS, HALF]
+    x1 = tl.load(row_ptrs, mask=head < TOTAL, other=0.0)
+    x2 = tl.load(row_ptrs + HALF, mask=head < TOTAL, other=0.0)
+    y1 = x1
+    y2 = x2
+    if HAS_NORM:
+        a = x1.to(tl.float32)
+        b = x2.to(tl.float32)
+        rstd = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / HEAD_DIM + eps)[:, None]
+        w1 = tl.where(is_q, tl.load(q_norm_ptr + offs), tl.load(k_norm_ptr + offs))
+        w2 = tl.where(is_q, tl.load(q_norm_ptr + HALF + offs), tl.load(k_norm_ptr + HALF + offs))
+        y1 = round_mul(a * rstd, w1, x1.dtype)
+        y2 = round_mul(b * rstd, w2, x1.dtype)
+    position = tl.load(positions_ptr + token).to(tl.int64)
+    cos = tl.load(cos_sin_ptr + position * HEAD_DIM + offs)
+    sin = tl.load(cos_sin_ptr + position * HEAD_DIM + HALF + offs)
+    a = y1.to(tl.float32)
+    b = y2.to(tl.float32)
+    r1 = (a * cos - b * sin).to(x1.dtype)
+    r2 = (b * cos + a * sin).to(x1.dtype)
+    q_ptrs = q_ptr + (token * NUM_HEADS + head) * HEAD_DIM + offs
+    tl.store(q_ptrs, r1, mask=is_q)
+    tl.store(q_ptrs + HALF, r2, mask=is_q)
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    if slot >= 0:  # padding rows of a CUDA graph have slot -1 and write no cache
+        page = slot // BLOCK_SIZE * NUM_KV_HEADS
+        k_ptrs = k_cache_ptr + ((page + head - NUM_HEADS) * BLOCK_SIZE + slot % BLOCK_SIZE) * HEAD_DIM + offs
+        tl.store(k_ptrs, r1, mask=is_k)
+        tl.store(k_ptrs + HALF, r2, mask=is_k)
+        v_head = page + head - NUM_HEADS - NUM_KV_HEADS
+        v_ptrs = v_cache_ptr + (v_head * BLOCK_SIZE + slot % BLOCK_SIZE) * HEAD_DIM + offs
+        tl.store(v_ptrs, x1, mask=is_v)
+        tl.store(v_ptrs + HALF, x2, mask=is_v)
+
+
+def rotary_and_cache(qkv: torch.Tensor, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None, eps: float,
+                     cos_sin: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor,
+                     k_cache: torch.Tensor, v_cache: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Normalise and rotate q and k, store k and v into their pages, return q.
+
+    qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], heads in the order q, k, v; 16-byte aligned
+    q_norm, k_norm: [head_dim] or None (no QK-norm)
+    cos_sin: [max_model_len, head_dim] fp32, cosines then sines (rotate-half convention; Su et al. 2021)
+    positions: [num_tokens] int32
+    slot_mapping: [num_tokens] int64, block * block_size + offset; -1 stores nothing
+    k_cache, v_cache: [num_blocks, num_kv_heads, block_size, head_dim]
+    returns q: [num_tokens, num_heads, head_dim]
+
+    Reduction order: the square sum of a head is `tl.sum` of its first half plus `tl.sum` of its second, each in the
+        layout of a [ROPE_TILE_HEADS, head_dim / 2] tile with one warp; fp32.
+    Schedule: nothing varies.
+    """
+    num_tokens = qkv.shape[0]
+    num_kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
+    total = num_heads + 2 * num_kv_heads
+    assert qkv.is_contiguous() and qkv.shape[1] == total * head_dim and qkv.data_ptr() % 16 == 0
+    assert k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.shape[2] == KV_TILE
+    q = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    has_norm = q_norm is not None
+    rotary_and_cache_kernel[(num_tokens, triton.cdiv(total, ROPE_TILE_HEADS))](
+        qkv, q_norm if has_norm else qkv, k_norm if has_norm else qkv, cos_sin, positions, slot_mapping, q, k_cache,
+        v_cache, eps, num_heads, num_kv_heads, head_dim, KV_TILE, ROPE_TILE_HEADS, has_norm, num_warps=1,
+        num_stages=1, enable_fp_fusion=False)
+    return q

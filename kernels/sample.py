@@ -1,0 +1,189 @@
+"""The next token: an exact `argmax`, and `sample`, an exponential race over what top-k, top-p and min-p keep."""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.logprobs import mass
+from kernels.tiles import LOGPROB_SCALE_BITS
+
+NO_ID = tl.constexpr(2147483647)
+
+
+@triton.jit
+def argmax_kernel(logits_ptr, out_ptr, V, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    offs = tl.arange(0, BLOCK)
+    best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    best_id = tl.full((BLOCK,), NO_ID, tl.int32)
+    for start in range(0, V, BLOCK):
+        x = tl.load(logits_ptr + row * V + start + offs, mask=start + offs < V, other=float("-inf"))
+        take = (start + offs < V) & ((x > best) | (best_id == NO_ID))
+        best = tl.where(take, x, best)
+        best_id = tl.where(take, start + offs, best_id)
+    top = tl.max(best, 0)
+    tl.store(out_ptr + row, tl.min(tl.where(best == top, best_id, NO_ID), 0).to(tl.int64))
+
+
+def argmax(logits: torch.Tensor) -> torch.Tensor:
+    """The id of each row's largest logit, the lowest id among equals.
+
+    logits: [num_rows, vocab_size] fp32, contiguous, no NaN
+    returns [num_rows] int64
+
+    Reduction order: none; comparisons are exact.
+    Schedule: block and warps.
+    """
+    M, V = logits.shape
+    assert logits.is_contiguous() and logits.dtype == torch.float32
+    out = torch.empty(M, dtype=torch.int64, device=logits.device)
+    BLOCK = min(4096, triton.next_power_of_2(V))
+    argmax_kernel[(M,)](logits, out, V, BLOCK, num_warps=8, enable_fp_fusion=False)
+    return out
+
+
+@triton.jit
+def order(x):
+    """Map fp32 to int32 so that integers compare as the floats do (-0 sorts with +0)."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def measure(x, keys, ids, V, cut, cut_id, peak, temperature, COUNT: tl.constexpr, SCALE_BITS: tl.constexpr):
+    """Weight (1, or the mass at this temperature) of the entries at or before (cut, cut_id) in (value, id) order."""
+    inside = (ids < V) & ((keys > cut) | ((keys == cut) & (ids <= cut_id)))
+    weight = tl.full(x.shape, 1, tl.int64) if COUNT else mass((x - peak) / temperature, 0.0, SCALE_BITS)
+    return tl.where(inside, weight, 0)
+
+
+@triton.jit
+def total_until(row_ptr, V, cut, cut_id, floor, floor_id, peak, temperature, COUNT: tl.constexpr,
+                SCALE_BITS: tl.constexpr, BLOCK: tl.constexpr):
+    """Sum of `measure` over the row, restricted to the entries at or before (floor, floor_id)."""
+    offs = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.int64)
+    for start in range(0, V, BLOCK):
+        ids = start + offs
+        x = tl.load(row_ptr + ids, mask=ids < V, other=float("-inf"))
+        keys = order(x)
+        allowed = (keys > floor) | ((keys == floor) & (ids <= floor_id))
+        weight = measure(x, keys, ids, V, cut, cut_id, peak, temperature, COUNT, SCALE_BITS)
+        total += tl.where(allowed, weight, 0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def find_cut(row_ptr, V, target, floor, floor_id, peak, temperature, COUNT: tl.constexpr, SCALE_BITS: tl.constexpr,
+             BLOCK: tl.constexpr):
+    """The shortest prefix, in (value, lowest id first) order, whose weight reaches `target`: its last (value, id).
+
+    Two bisections on integers: first the value (all ids), then the id among the entries equal to it.
+    """
+    low = tl.full((), -2147483648, tl.int64)  # weight(>= low) reaches the target
+    high = tl.full((), 2147483647, tl.int64)
+    for _ in range(32):
+        middle = (low + high + 1) >> 1
+        reached = total_until(row_ptr, V, middle.to(tl.int32), NO_ID, floor, floor_id, peak, temperature, COUNT,
+                              SCALE_BITS, BLOCK) >= target
+        low = tl.where(reached, middle, low)
+        high = tl.where(reached, high, middle - 1)
+    cut = low.to(tl.int32)
+    low = tl.full((), 0, tl.int64)
+    high = tl.full((), 0, tl.int64) + V - 1
+    while low < high:
+        middle = (low + high) >> 1
+        reached = total_until(row_ptr, V, cut, middle.to(tl.int32), floor, floor_id, peak, temperature, COUNT,
+                              SCALE_BITS, BLOCK) >= target
+        high = tl.where(reached, middle, high)
+        low = tl.where(reached, low, middle + 1)
+    return cut, low.to(tl.int32)
+
+
+@triton.jit
+def log_exponential(r):
+    """log(E) for E = -log(u), u = (r + 1/2) / 2^32, from a 32-bit word; never infinite.
+
+    Near u = 1 the distance d = 1 - u is exact in fp32 where u is not, and the winner of a race has a small E.
+    """
+    d = ((4294967295 - r.to(tl.uint32, bitcast=True).to(tl.int64)).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    u = (r.to(tl.uint32, bitcast=True).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    series = d * (1.0 + d * (0.5 + d * (0.33333334 + d * 0.25)))
+    return tl.log(tl.where(d < 0.0078125, series, -tl.log(u)))
+
+
+@triton.jit
+def sample_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr, out_ptr, V,
+                  SCALE_BITS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * V
+    offs = tl.arange(0, BLOCK)
+    temperature = tl.load(temperature_ptr + row)
+    top_k = tl.load(top_k_ptr + row)
+    top_p = tl.load(top_p_ptr + row)
+    min_p = tl.load(min_p_ptr + row)
+    peak = tl.full((BLOCK,), float("-inf"), tl.float32)
+    for start in range(0, V, BLOCK):
+        peak = tl.maximum(peak, tl.load(row_ptr + start + offs, mask=start + offs < V, other=float("-inf")))
+    peak = tl.max(peak, 0)
+
+    # 1. The cuts: the last (value, id) kept.
+    cut = tl.full((), -2147483648, tl.int32)
+    cut_id = tl.full((), NO_ID, tl.int32)
+    if top_k < V:
+        cut, cut_id = find_cut(row_ptr, V, top_k, cut, cut_id, peak, temperature, True, SCALE_BITS, BLOCK)
+    if top_p < (1 << 30):
+        kept = total_until(row_ptr, V, cut, cut_id, cut, cut_id, peak, temperature, False, SCALE_BITS, BLOCK)
+        target = (kept >> 30) * top_p + (((kept & ((1 << 30) - 1)) * top_p) >> 30)
+        target = tl.maximum(target, 1)
+        cut, cut_id = find_cut(row_ptr, V, target, cut, cut_id, peak, temperature, False, SCALE_BITS, BLOCK)
+
+    # 2. The race: the largest (x - peak) / temperature - log(E), noise by token id in quads of one Philox counter.
+    seed = tl.load(seed_ptr + row)
+    position = tl.load(position_ptr + row)
+    best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    best_id = tl.full((BLOCK,), NO_ID, tl.int32)
+    for start in range(0, V, 4 * BLOCK):
+        quad = start // 4 + offs
+        zero = tl.zeros((BLOCK,), tl.int32)
+        r0, r1, r2, r3 = tl.philox(seed, quad, zero + position, zero, zero)
+        for j in tl.static_range(4):
+            r = r0 if j == 0 else (r1 if j == 1 else (r2 if j == 2 else r3))
+            ids = quad * 4 + j
+            x = tl.load(row_ptr + ids, mask=ids < V, other=float("-inf"))
+            keys = order(x)
+            scaled = (x - peak) / temperature
+            keep = (ids < V) & ((keys > cut) | ((keys == cut) & (ids <= cut_id))) & (scaled >= min_p)
+            score = tl.where(keep & (x > float("-inf")), scaled - log_exponential(r), float("-inf"))
+            take = (score > best) | ((score == best) & (ids < best_id) & (score > float("-inf")))
+            best = tl.where(take, score, best)
+            best_id = tl.where(take, ids, best_id)
+    top = tl.max(best, 0)
+    tl.store(out_ptr + row, tl.min(tl.where(best == top, best_id, NO_ID), 0).to(tl.int64))
+
+
+def sample(logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor,
+           min_p: torch.Tensor, seed: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """Draw one token a row from softmax(logits / temperature), after top-k, top-p and min-p in that order.
+
+    An exponential race: argmax of scaled logit - log(E_id) is a draw from the softmax (Gumbel-max). E_id comes from
+    Philox4x32-10 (Salmon et al. 2011) with key = seed, counter = (id // 4, position, 0, 0), word id % 4.
+
+    logits: [num_rows, vocab_size] fp32, contiguous, finite or -inf, one finite at least
+    temperature: [num_rows] fp32 > 0
+    top_k: [num_rows] int64, vocab_size or more keeps all
+    top_p: [num_rows] int64, p * 2^30; 2^30 keeps all
+    min_p: [num_rows] fp32, log(min_p) at temperature; -inf keeps all
+    seed: [num_rows] int64; position: [num_rows] int32, the index of the token being drawn in its sequence
+    returns [num_rows] int64
+
+    Reduction order: none; counts and masses are integer sums, the rest comparisons. Ties to the lowest token id.
+    Schedule: block and warps.
+    """
+    M, V = logits.shape
+    assert logits.is_contiguous() and logits.dtype == torch.float32
+    out = torch.empty(M, dtype=torch.int64, device=logits.device)
+    BLOCK = min(2048, triton.next_power_of_2(V))
+    sample_kernel[(M,)](logits, temperature, top_k, top_p, min_p, seed, position, out, V, LOGPROB_SCALE_BITS, BLOCK,
+                        num_warps=8, enable_fp_fusion=False)
+    return out

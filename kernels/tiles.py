@@ -1,0 +1,151 @@
+"""The numerics sheet and the schedule tables: the only place where a constant of a kernel is chosen.
+
+*Numerics* are the choices that decide bits: rounding points, the leaves of a sum, the KV tile and split. They depend
+on the model's shape alone, are printed in the README, hashed into the fingerprint and guarded by golden digests.
+*Schedules* are the choices that do not: tile shapes, warps, stages, how many programs share a sum. They may follow the
+batch, and the self-check compares every one of them with the reference schedule bit for bit.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass
+
+KV_TILE = 64  # keys a step of the online softmax; also the cache's block_size, so that a tile is one page
+KV_SPLIT = 256  # keys a split, at absolute positions; splits are merged in position order
+ROPE_TILE_HEADS = 8  # heads one program of the QK-norm + rotary kernel holds; its row sums live in this tile
+LOGPROB_SCALE_BITS = 44  # fixed point of sums over the vocabulary: 2^44 x 152k entries stays under 2^62
+LEAF_MULTIPLE = 128  # a leaf of K is a multiple of this, so that every BLOCK_K divides it
+
+NUMERICS = {
+    "version": "1",
+    "residual": "dtype(residual + x); the norm reads the rounded value",
+    "rms_norm": "fp32 inside, dtype(x * rstd) * weight in dtype; one row a program, BLOCK = next power of two",
+    "qk_norm": "as rms_norm, over head_dim, before rotary; halves summed apart, then added; tile of 8 heads",
+    "rotary": "table from float64, rounded once to fp32; x*cos - y*sin in fp32, rounded once",
+    "linear": "fp32 accumulate along K, leaves added in order as a chain, bias in fp32, rounded once",
+    "leaves": "1 for K < 2048 or N > 16384, else 2 for K < 8192, else 4; leaf a multiple of 128",
+    "swiglu": "gate and up rounded to dtype; gate / (1 + exp(-gate)) * up in fp32, rounded once",
+    "attention": "fp32 scores scaled once by scale*log2(e), exp2, P in dtype, row sum of the rounded P by dot with ones",
+    "kv_tile": str(KV_TILE),
+    "kv_split": str(KV_SPLIT),
+    "kv_dtype": "model dtype",
+    "logits": "fp32",
+    "logprobs": "of the unscaled model distribution; int64 sum of exp(x - max) in fixed point 2^44, log in float64",
+    "noise": "Philox4x32-10, key = seed, counter = (token id // 4, position), word = token id % 4; -log(E) race",
+    "cuts": "top-k, then top-p on int64 mass, then min-p, at temperature; ties to the lowest token id",
+}
+
+
+def numerics_hash() -> str:
+    """First 16 hex digits of the sheet's sha256: changes when, and only when, a line of NUMERICS does."""
+    return hashlib.sha256(json.dumps(NUMERICS, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def leaf_count(N: int, K: int) -> int:
+    """How many leaves the K axis of a weight [N, K] is cut into, by the *full* weight's shape (never a shard's).
+
+    A wide weight fills the GPU with column tiles alone and needs one leaf. A narrow one leaves processors idle at
+    small M unless K is shared, and the chain costs large M next to nothing.
+    """
+    if K < 2048 or N > 16384:
+        return 1
+    return 2 if K < 8192 else 4
+
+
+def leaf_length(K: int, leaves: int) -> int:
+    """Elements of K in a leaf: ceil(K / leaves) rounded up to LEAF_MULTIPLE (the last leaf may be shorter)."""
+    return K if leaves == 1 else -(-K // (leaves * LEAF_MULTIPLE)) * LEAF_MULTIPLE
+
+
+def row_block(N: int) -> tuple[int, int]:
+    """(BLOCK, num_warps) of a row sum over N elements. Numerics: `tl.sum` follows both."""
+    block = max(16, 1 << (N - 1).bit_length())
+    return block, min(16, max(1, block // 512))
+
+
+@dataclass(frozen=True)
+class LinearSchedule:
+    """One way to run a product. `split` gives each leaf its own program; otherwise one program walks them all."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_K: int
+    num_warps: int
+    num_stages: int
+    split: bool = False
+    GROUP_M: int = 8
+
+
+@dataclass(frozen=True)
+class AttentionSchedule:
+    """BLOCK_M query rows (tokens x heads of one KV group) a program; full tiles may skip the mask."""
+
+    BLOCK_M: int
+    num_warps: int
+    num_stages: int
+    skip_mask: bool = True
+
+
+@dataclass(frozen=True)
+class Schedules:
+    """The schedule table of one kind of GPU. `linear` maps an upper bound of M to a schedule, smallest bound first."""
+
+    name: str
+    linear: tuple[tuple[int, LinearSchedule], ...]
+    decode: AttentionSchedule
+    prefill: AttentionSchedule
+    split_decode: bool = True  # give each KV split of a decode row its own program when that fills the GPU better
+    programs: int = 528  # programs of a fixed-size grid (4 a multiprocessor of an H200)
+
+    def linear_for(self, M: int, dtype_bytes: int = 2) -> LinearSchedule:
+        """The schedule for M rows. fp32 products run on plain cores and keep to one small tile."""
+        if dtype_bytes == 4:
+            return FP32
+        for bound, schedule in self.linear:
+            if M <= bound:
+                return schedule
+        return self.linear[-1][1]
+
+
+ANY = 1 << 62
+FP32 = LinearSchedule(16, 64, 32, 4, 2)
+REFERENCE = Schedules(
+    "reference",
+    linear=((ANY, LinearSchedule(64, 64, 64, 4, 3)),),
+    decode=AttentionSchedule(64, 4, 2, skip_mask=False),
+    prefill=AttentionSchedule(64, 4, 2, skip_mask=False),
+    split_decode=False,
+)
+# At most 99 KiB of shared memory, which every GPU from sm_80 on has (and 64 KiB for AMD's gfx942).
+CONSERVATIVE = Schedules(
+    "conservative",
+    linear=(
+        (16, LinearSchedule(16, 64, 128, 4, 3, split=True)),
+        (64, LinearSchedule(64, 64, 64, 4, 3, split=True)),
+        (ANY, LinearSchedule(128, 128, 32, 8, 3)),
+    ),
+    decode=AttentionSchedule(16, 4, 2),
+    prefill=AttentionSchedule(64, 4, 2),
+)
+# Tuned on an H200 (benchmarks/tune_linear.py).
+HOPPER = Schedules(
+    "hopper",
+    linear=(
+        (16, LinearSchedule(16, 64, 128, 4, 5, split=True)),
+        (64, LinearSchedule(64, 64, 128, 4, 4, split=True)),
+        (128, LinearSchedule(128, 64, 64, 4, 4)),
+        (512, LinearSchedule(128, 128, 64, 8, 4)),
+        (ANY, LinearSchedule(128, 256, 64, 8, 3)),
+    ),
+    decode=AttentionSchedule(16, 4, 3),
+    prefill=AttentionSchedule(128, 8, 2),
+)
+
+
+def schedules(name: str, capability: tuple[int, int]) -> Schedules:
+    """The table for `--schedule name` ("auto" or "reference") on a GPU of this compute capability."""
+    if name == "reference":
+        return REFERENCE
+    if name != "auto":
+        raise ValueError(f"unknown schedule {name!r}: use 'auto' or 'reference'")
+    return HOPPER if capability == (9, 0) else CONSERVATIVE

@@ -1,0 +1,72 @@
+"""The work list of paged attention: which query tokens meet which KV splits, and who merges.
+
+Planned once a step on the host with NumPy. How the work is cut is schedule: it may follow the batch, because every
+cut adds the same splits in the same order.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kernels.tiles import KV_SPLIT
+
+ITEM_FIELDS = 6  # sequence, first token, number of query tokens, first split, last split (exclusive), partial row
+MERGE_FIELDS = 3  # token, first partial row, number of splits
+
+
+@dataclass(frozen=True)
+class AttentionWork:
+    """What `paged_attention` reads: device tensors, and the grid sizes that the host must know.
+
+    block_tables: [num_seqs, max_blocks] int32; positions: [num_tokens] int32
+    prefill_items, decode_items: [*, ITEM_FIELDS] int32; merges: [*, MERGE_FIELDS] int32
+    counts: [3] int32, live entries of the three lists (a CUDA graph's grid is fixed; its lists are not)
+    """
+
+    block_tables: torch.Tensor
+    positions: torch.Tensor
+    prefill_items: torch.Tensor
+    decode_items: torch.Tensor
+    merges: torch.Tensor
+    counts: torch.Tensor
+    prefill_grid: int
+    decode_grid: int
+    merge_grid: int
+    split_decode: bool
+    max_partials: int
+
+
+def plan_prefill(query_starts, query_lens, seq_lens, query_tile: int) -> np.ndarray:
+    """Items of the sequences with more than one query token: tiles of `query_tile` tokens, longest walk first.
+
+    query_starts, query_lens, seq_lens: int arrays [num_seqs]
+    returns [num_items, ITEM_FIELDS] int32
+    """
+    items = []
+    for seq in np.flatnonzero(np.asarray(query_lens) > 1):
+        start, length, seq_len = int(query_starts[seq]), int(query_lens[seq]), int(seq_lens[seq])
+        for offset in range(0, length, query_tile):
+            count = min(query_tile, length - offset)
+            last = -(-(seq_len - length + offset + count) // KV_SPLIT)
+            items.append((seq, start + offset, count, 0, last, -1))
+    items.sort(key=lambda item: -item[4])
+    return np.array(items, np.int32).reshape(-1, ITEM_FIELDS)
+
+
+def plan_decode(query_starts, query_lens, seq_lens, split: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Items and merges of the sequences with one query token: whole, or one item a split.
+
+    returns ([num_items, ITEM_FIELDS] int32, [num_merges, MERGE_FIELDS] int32)
+    """
+    seqs = np.flatnonzero(np.asarray(query_lens) == 1).astype(np.int32)
+    tokens = np.asarray(query_starts, np.int32)[seqs]
+    splits = -(-np.asarray(seq_lens, np.int32)[seqs] // KV_SPLIT)
+    one = np.ones_like(seqs)
+    if not split:
+        return np.stack([seqs, tokens, one, 0 * one, splits, -one], 1), np.empty((0, MERGE_FIELDS), np.int32)
+    first = np.cumsum(splits, dtype=np.int32) - splits
+    row = np.arange(splits.sum(), dtype=np.int32)
+    index = row - np.repeat(first, splits)
+    items = np.stack([np.repeat(seqs, splits), np.repeat(tokens, splits), np.ones_like(row), index, index + 1, row], 1)
+    return items, np.stack([tokens, first, splits], 1)

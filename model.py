@@ -1,0 +1,342 @@
+"""The transformer: its configuration, its rotary table, its weights and its forward pass.
+
+One decoder covers Qwen3, Qwen2 and Llama shapes; they differ in a few flags of `ModelConfig`. The forward pass is
+written in the ops of one `kernels.Ops` table and reads everything else from its arguments. It knows nothing of
+requests, scheduling or sampling.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from tqdm import tqdm
+
+from checkpoint import Checkpoint
+from kernels import Ops
+from kernels.tiles import leaf_count
+from kernels.work import AttentionWork
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+FLOATS = {"BF16", "F16", "F32"}
+ROPE_KEYS = {  # rope type -> settings it understands beside rope_theta; anything else is refused, never ignored
+    "default": set(),
+    "linear": {"factor"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+    "yarn": {"factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
+             "mscale_all_dim", "truncate"},
+}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What of a Hugging Face config.json decides the shape and the arithmetic of the model."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    qk_norm: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    rope_theta: float
+    rope_type: str
+    rope: dict = field(hash=False)
+    dtype: str = "bfloat16"
+
+    @classmethod
+    def from_dict(cls, config: dict) -> "ModelConfig":
+        """Read a config.json. Raises ValueError naming whatever of it samebits does not implement."""
+        names = config.get("architectures") or ["(none)"]
+        architecture = names[0]
+        if architecture not in ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM"):
+            raise ValueError(f"unsupported architecture {architecture!r}: samebits runs Qwen3ForCausalLM, "
+                             "Qwen2ForCausalLM and LlamaForCausalLM")
+        if quantisation := config.get("quantization_config"):
+            method = quantisation.get("quant_method", "unknown method")
+            raise ValueError(f"quantised checkpoint ({method}): samebits runs bfloat16, float16 and float32 weights")
+        if (act := config.get("hidden_act", "silu")) != "silu":
+            raise ValueError(f"unsupported activation hidden_act={act!r}: samebits implements 'silu'")
+        if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
+            raise ValueError("sliding-window attention is not implemented: every layer must attend to all positions")
+        heads = config["num_attention_heads"]
+        kv_heads = config.get("num_key_value_heads") or heads
+        head_dim = config.get("head_dim") or config["hidden_size"] // heads
+        if head_dim not in (32, 64, 128, 256):
+            raise ValueError(f"unsupported head_dim {head_dim}: samebits implements 32, 64, 128 and 256")
+        if heads % kv_heads:
+            raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+        theta, rope_type, rope = read_rope(config)
+        bias = bool(config.get("attention_bias", False))
+        qwen2 = architecture == "Qwen2ForCausalLM"
+        return cls(
+            architecture, config["vocab_size"], config["hidden_size"], config["intermediate_size"],
+            config["num_hidden_layers"], heads, kv_heads, head_dim, config.get("rms_norm_eps", 1e-6),
+            config.get("max_position_embeddings", 2048), bool(config.get("tie_word_embeddings", False)),
+            qk_norm=architecture == "Qwen3ForCausalLM", qkv_bias=qwen2 or bias, o_bias=bias and not qwen2,
+            mlp_bias=bool(config.get("mlp_bias", False)), rope_theta=theta, rope_type=rope_type, rope=rope,
+            dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch."))
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest context the checkpoint is meant for; YaRN stretches its original length by `factor`."""
+        if self.rope_type == "yarn":
+            return max(self.max_position_embeddings, int(self.rope["original"] * self.rope["factor"]))
+        return self.max_position_embeddings
+
+
+def read_rope(config: dict) -> tuple[float, str, dict]:
+    """(theta, type, settings) from either spelling: `rope_scaling` beside rope_theta, or `rope_parameters`."""
+    raw = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    theta = float(raw.pop("rope_theta", None) or config.get("rope_theta") or 10000.0)
+    old, new = raw.pop("type", None), raw.pop("rope_type", None)
+    rope_type = new or old or "default"
+    if rope_type not in ROPE_KEYS:
+        raise ValueError(f"unsupported rope type {rope_type!r}: samebits implements {', '.join(ROPE_KEYS)}")
+    if config.get("partial_rotary_factor", raw.pop("partial_rotary_factor", 1.0)) not in (None, 1, 1.0):
+        raise ValueError("partial_rotary_factor other than 1 is not implemented")
+    raw = {key: value for key, value in raw.items() if value is not None}
+    if unknown := sorted(set(raw) - ROPE_KEYS[rope_type]):
+        raise ValueError(f"unknown rope setting {unknown[0]!r} for rope type {rope_type!r}")
+    if rope_type in ("yarn", "llama3"):
+        maximum = config.get("max_position_embeddings", 2048)
+        raw["original"] = raw.pop("original_max_position_embeddings", None) or maximum
+        raw.setdefault("factor", maximum / raw["original"])
+    needed = {"linear": ["factor"], "llama3": ["low_freq_factor", "high_freq_factor"]}.get(rope_type, [])
+    if missing := [key for key in needed if key not in raw]:
+        raise ValueError(f"rope type {rope_type!r} needs {missing[0]!r}")
+    return theta, rope_type, raw
+
+
+def rotary_frequencies(config: ModelConfig) -> tuple[torch.Tensor, float]:
+    """(inverse frequencies [head_dim / 2] float64, factor on cosines and sines)."""
+    D, theta, rope = config.head_dim, config.rope_theta, config.rope
+    inverse = theta ** -(torch.arange(0, D, 2, dtype=torch.float64) / D)
+    if config.rope_type == "linear":
+        return inverse / rope["factor"], 1.0
+    if config.rope_type == "llama3":  # long wavelengths are stretched, short ones kept, blended in between
+        turns = rope["original"] * inverse / (2 * math.pi)
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        keep = ((turns - low) / (high - low)).clamp(0, 1)
+        return inverse * (keep + (1 - keep) / rope["factor"]), 1.0
+    if config.rope_type == "yarn":  # Peng et al. 2023, arXiv:2309.00071
+        def dimension(turns: float) -> float:  # index whose wavelength makes `turns` turns in the original length
+            return D * math.log(rope["original"] / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+        def temperature(mscale: float) -> float:
+            return 1.0 if rope["factor"] <= 1 else 0.1 * mscale * math.log(rope["factor"]) + 1.0
+
+        low, high = dimension(rope.get("beta_fast", 32)), dimension(rope.get("beta_slow", 1))
+        if rope.get("truncate", True):
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, D - 1)
+        ramp = (torch.arange(D // 2, dtype=torch.float64) - low) / (high - low or 0.001)
+        keep = 1 - ramp.clamp(0, 1)
+        scaled = "mscale" in rope and "mscale_all_dim" in rope
+        default = temperature(rope["mscale"]) / temperature(rope["mscale_all_dim"]) if scaled else temperature(1.0)
+        return inverse * (keep + (1 - keep) / rope["factor"]), rope.get("attention_factor", default)
+    return inverse, 1.0
+
+
+def rotary_table(config: ModelConfig, length: int) -> torch.Tensor:
+    """[length, head_dim] fp32: cosines, then sines. Computed in float64 and rounded once, 64 positions a call, so
+    that a row does not depend on how long the table is."""
+    inverse, factor = rotary_frequencies(config)
+    rows = []
+    for start in range(0, length, 64):
+        angles = torch.arange(start, start + 64, dtype=torch.float64)[:, None] * inverse
+        rows.append((torch.cat([angles.cos(), angles.sin()], 1) * factor).float())
+    return torch.cat(rows)[:length].contiguous()
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step's input, built once and passed down. Padding rows of a CUDA graph have slot -1.
+
+    input_ids, positions: [num_tokens] int32; slot_mapping: [num_tokens] int64
+    logits_rows: [num_logits] int64, the rows whose logits are wanted; None means every row
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    attention: AttentionWork
+    logits_rows: torch.Tensor | None
+
+
+@dataclass
+class Linear:
+    """A weight [N, K], its bias and its leaf count (by the full weight's shape, never a shard's)."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    leaves: int
+
+
+@dataclass
+class Layer:
+    input_layernorm: torch.Tensor
+    qkv_proj: Linear
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    o_proj: Linear
+    post_attention_layernorm: torch.Tensor
+    gate_up_proj: Linear
+    down_proj: Linear
+
+
+class Model:
+    """A decoder-only transformer over `ops`.
+
+    `weights` maps every Hugging Face tensor name to the view of the (merged) parameter that holds it; loading, random
+    weights and in-place updates all write through it.
+    """
+
+    def __init__(self, config: ModelConfig, ops: Ops, device: torch.device, dtype: torch.dtype, max_model_len: int):
+        self.config, self.ops, self.device, self.dtype = config, ops, device, dtype
+        self.weights: dict[str, torch.Tensor] = {}
+        c, D = config, config.head_dim
+        q_size, kv_size = c.num_heads * D, c.num_kv_heads * D
+        embed = self._parameter(c.vocab_size, c.hidden_size, [("model.embed_tokens.weight", c.vocab_size)])
+        self.embed_tokens = embed
+        self.layers = []
+        for i in range(c.num_layers):
+            attn, mlp = f"model.layers.{i}.self_attn.", f"model.layers.{i}.mlp."
+            qkv = [(attn + "q_proj", q_size), (attn + "k_proj", kv_size), (attn + "v_proj", kv_size)]
+            self.layers.append(Layer(
+                self._norm(f"model.layers.{i}.input_layernorm", c.hidden_size),
+                self._linear(qkv, c.hidden_size, c.qkv_bias),
+                self._norm(attn + "q_norm", D) if c.qk_norm else None,
+                self._norm(attn + "k_norm", D) if c.qk_norm else None,
+                self._linear([(attn + "o_proj", c.hidden_size)], q_size, c.o_bias),
+                self._norm(f"model.layers.{i}.post_attention_layernorm", c.hidden_size),
+                self._linear([(mlp + name, c.intermediate_size) for name in ("gate_proj", "up_proj")],
+                             c.hidden_size, c.mlp_bias),
+                self._linear([(mlp + "down_proj", c.hidden_size)], c.intermediate_size, c.mlp_bias)))
+        self.norm = self._norm("model.norm", c.hidden_size)
+        head_leaves = leaf_count(c.vocab_size, c.hidden_size)
+        self.lm_head = (Linear(embed, None, head_leaves) if c.tie_word_embeddings
+                        else self._linear([("lm_head", c.vocab_size)], c.hidden_size, False))
+        self.cos_sin = rotary_table(c, max_model_len).to(device)
+
+    def _parameter(self, N: int, K: int | None, parts: list[tuple[str, int]]) -> torch.Tensor:
+        """One tensor [N, K] (or [N]), registered in `weights` as consecutive row ranges, one a checkpoint name."""
+        shape = (N,) if K is None else (N, K)
+        tensor = torch.empty(shape, dtype=self.ops.weight_dtype(self.dtype), device=self.device)
+        for name, view in zip([p[0] for p in parts], tensor.split([p[1] for p in parts]), strict=True):
+            self.weights[name] = view
+        return tensor
+
+    def _norm(self, name: str, N: int) -> torch.Tensor:
+        return self._parameter(N, None, [(name + ".weight", N)])
+
+    def _linear(self, parts: list[tuple[str, int]], K: int, has_bias: bool) -> Linear:
+        N = sum(rows for _, rows in parts)
+        weight = self._parameter(N, K, [(name + ".weight", rows) for name, rows in parts])
+        bias = self._parameter(N, None, [(name + ".bias", rows) for name, rows in parts]) if has_bias else None
+        return Linear(weight, bias, leaf_count(N, K))
+
+    def forward(self, batch: Batch, kv_cache: torch.Tensor) -> torch.Tensor:
+        """Hidden states after the final norm, of `batch.logits_rows`: [num_logits, hidden_size].
+
+        kv_cache: [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]; this step's keys are written to it.
+        """
+        c, ops, eps = self.config, self.ops, self.config.rms_norm_eps
+        residual = ops.embedding(batch.input_ids, self.embed_tokens, self.dtype)
+        hidden_states = None
+        for layer, (k_cache, v_cache) in zip(self.layers, kv_cache, strict=True):
+            if hidden_states is None:
+                hidden_states = ops.rms_norm(residual, layer.input_layernorm, eps)
+            else:
+                hidden_states = ops.rms_norm(hidden_states, layer.input_layernorm, eps, residual)
+            qkv = self._apply(layer.qkv_proj, hidden_states)
+            q = ops.rotary_and_cache(qkv, layer.q_norm, layer.k_norm, eps, self.cos_sin, batch.positions,
+                                     batch.slot_mapping, k_cache, v_cache, c.num_heads)
+            attn = ops.paged_attention(q, k_cache, v_cache, batch.attention, c.head_dim**-0.5)
+            hidden_states = self._apply(layer.o_proj, attn.flatten(1))
+            hidden_states = ops.rms_norm(hidden_states, layer.post_attention_layernorm, eps, residual)
+            gate_up = self._apply(layer.gate_up_proj, hidden_states)
+            hidden_states = self._apply(layer.down_proj, ops.silu_and_mul(gate_up))
+        if batch.logits_rows is not None:
+            hidden_states, residual = hidden_states[batch.logits_rows], residual[batch.logits_rows]
+        return ops.rms_norm(hidden_states, self.norm, eps, residual)
+
+    def logits(self, hidden_states: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[num_rows, hidden_size] -> [num_rows, vocab_size] fp32, into `out` if given."""
+        head = self.lm_head
+        return self.ops.linear(hidden_states, head.weight, head.bias, head.leaves, torch.float32, out)
+
+    def _apply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        return self.ops.linear(x, linear.weight, linear.bias, linear.leaves, self.dtype)
+
+    def load(self, checkpoint: Checkpoint, progress: bool = True) -> None:
+        """Stream a checkpoint into the parameters. Raises ValueError naming the tensor that is missing, unexpected,
+        of another shape or of a dtype that is no float."""
+        head, expected = "lm_head.weight", dict(self.weights)
+        if self.config.tie_word_embeddings and head in checkpoint.shapes:
+            expected[head] = self.embed_tokens  # a redundant copy is allowed; compared below, not loaded
+        check_names(checkpoint.shapes, expected, head)
+        for name, dtype in checkpoint.dtypes.items():
+            if dtype not in FLOATS:
+                raise ValueError(f"tensor {name} has dtype {dtype}: samebits loads {', '.join(sorted(FLOATS))}")
+        copies = {}
+        for name, data in checkpoint.tensors(progress):
+            tensor = data[:]
+            if name in self.weights:
+                self.weights[name].copy_(tensor.to(self.dtype))
+            else:
+                copies[name] = tensor.to(self.dtype)
+        for tensor in copies.values():
+            if not torch.equal(tensor.float(), self.embed_tokens.cpu().float()):
+                raise ValueError(f"{head} differs from model.embed_tokens.weight, but tie_word_embeddings is true: "
+                                 "set it to false in config.json, or remove the tensor")
+
+    def load_dummy(self, progress: bool = True) -> None:
+        """Random weights, made on the device, from a generator keyed by each tensor's name (no two are alike).
+
+        Scales are chosen so that every block moves the residual by about its own size and logits spread over a few
+        units, which makes greedy tokens vary.
+        """
+        width = self.config.hidden_size**0.5
+        for name, view in tqdm(self.weights.items(), "random weights", disable=not progress, leave=False):
+            seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big")
+            generator = torch.Generator(self.device).manual_seed(seed)
+            if name.endswith("norm.weight"):
+                mean, std = 1.0, 0.1
+            elif "embed_tokens" in name or "lm_head" in name:
+                mean, std = 0.0, 2.5 / width
+            else:
+                mean, std = 0.0, 1.0 / (view.shape[-1] ** 0.5 if view.dim() == 2 else 10.0)
+            view.copy_(torch.empty_like(view, dtype=torch.float32).normal_(mean, std, generator=generator)
+                       .to(self.dtype))
+
+    def update(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Overwrite parameters in place; names and shapes as in the checkpoint."""
+        for name, tensor in tensors:
+            if name not in self.weights or self.weights[name].shape != tensor.shape:
+                known = self.weights.get(name)
+                raise ValueError(f"{name}: expected {'no such tensor' if known is None else tuple(known.shape)}, "
+                                 f"got {tuple(tensor.shape)}")
+            self.weights[name].copy_(tensor.to(self.dtype))
+
+
+def check_names(shapes: dict[str, tuple], expected: dict[str, torch.Tensor], head: str) -> None:
+    """The checkpoint's tensors must be the model's, name for name and shape for shape."""
+    for name, view in expected.items():
+        if name not in shapes:
+            hint = " (tie_word_embeddings is false: an untied head must be in the checkpoint)" if name == head else ""
+            raise ValueError(f"tensor {name} is missing from the checkpoint{hint}")
+        if tuple(shapes[name]) != tuple(view.shape):
+            raise ValueError(f"tensor {name} has shape {tuple(shapes[name])}, the config says {tuple(view.shape)}")
+    for name in shapes:
+        if name not in expected and not name.endswith("rotary_emb.inv_freq"):
+            raise ValueError(f"unexpected tensor {name} in the checkpoint: the config has no place for it")

@@ -1,0 +1,75 @@
+"""Which arithmetic an answer came from: the fingerprint.
+
+`output bits = f(weights, prompt ids, sampling params, seed, fingerprint)`. Whatever may change bits is a part of it;
+nothing that may not (batch, ports, cache, restarts) is.
+"""
+
+import hashlib
+import json
+import platform
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from checkpoint import Checkpoint
+from kernels import Ops
+from kernels.tiles import numerics_hash
+from model import ModelConfig
+
+DIGEST_FILE = ".samebits-digest.json"
+
+
+def weight_digest(folder: Path, progress: bool = True) -> str:
+    """sha256 over the checkpoint's safetensors files, 16 hex digits. Cached beside the model (where that is
+    writable), keyed by each file's size and time of change."""
+    files = Checkpoint(folder).files
+    stamp = {f.name: [f.stat().st_size, f.stat().st_mtime_ns] for f in files}
+    cached = folder / DIGEST_FILE
+    try:
+        known = json.loads(cached.read_text())
+        if known["files"] == stamp:
+            return known["digest"]
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    digest = hashlib.sha256()
+    total = sum(size for size, _ in stamp.values())
+    with tqdm(total=total, desc="weight digest", unit="B", unit_scale=True, disable=not progress, leave=False) as bar:
+        for file in files:
+            digest.update(file.name.encode())
+            with open(file, "rb") as stream:
+                while chunk := stream.read(1 << 24):
+                    digest.update(chunk)
+                    bar.update(len(chunk))
+    try:
+        cached.write_text(json.dumps({"files": stamp, "digest": digest.hexdigest()[:16]}))
+    except OSError:
+        pass  # a read-only folder: computed again next time
+    return digest.hexdigest()[:16]
+
+
+def processor_kind() -> str:
+    """The processor's model name: on CPU it takes part in the bits."""
+    try:
+        with open("/proc/cpuinfo") as info:
+            fields = dict(line.split(":", 1) for line in info.read().split("\n\n")[0].splitlines() if ":" in line)
+        return next(value.strip() for key, value in fields.items() if key.strip() == "model name")
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def fingerprint_parts(config: ModelConfig, ops: Ops, device: torch.device, dtype: torch.dtype, weights: str) -> dict:
+    """Everything that may change bits, by name."""
+    parts = {"numerics": numerics_hash(), "dtype": str(dtype).removeprefix("torch."), "tp_style": "column",
+             "backend": ops.name, "torch": torch.__version__.split("+")[0], "weights": weights,
+             "config": hashlib.sha256(repr(config).encode()).hexdigest()[:16]}
+    if device.type == "cuda":
+        import triton
+
+        return parts | {"device": torch.cuda.get_device_name(device), "triton": triton.__version__}
+    return parts | {"device": processor_kind(), "isa": torch.backends.cpu.get_cpu_capability()}
+
+
+def fingerprint(parts: dict) -> str:
+    """"sb1-" and 20 hex digits of the sha256 of the parts."""
+    return "sb1-" + hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]

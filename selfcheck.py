@@ -1,0 +1,174 @@
+"""The reduction law, tested where it runs: every schedule of a table against the reference schedule, bit for bit.
+
+The law says that tiles, warps, stages and the way work is shared leave the bits alone. That is an observation about a
+compiler and a chip, so it is checked on the machine at hand, on random and on hard inputs.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kernels import same_bits
+from kernels.tiles import KV_TILE, REFERENCE, AttentionSchedule, LinearSchedule, Schedules, leaf_count
+from kernels.work import AttentionWork, plan_decode, plan_prefill
+
+INPUTS = {  # what numbers look like, by name: shape, generator -> fp32 tensor
+    "random": lambda shape, g: torch.randn(shape, generator=g, device=g.device),
+    "heavy tails": lambda shape, g: torch.randn(shape, generator=g, device=g.device).pow(5),
+    "cancellation": lambda shape, g: torch.randn(shape, generator=g, device=g.device)
+    * torch.where(torch.rand(shape, generator=g, device=g.device) < 0.5, 1e4, 1e-4),
+    "near zero": lambda shape, g: torch.randn(shape, generator=g, device=g.device) * 1e-20,
+    "sparse": lambda shape, g: torch.randn(shape, generator=g, device=g.device)
+    * (torch.rand(shape, generator=g, device=g.device) < 0.02),
+}
+ROWS = (1, 7, 16, 17, 64, 128, 257)
+ATTENTION_SHAPES = ((32, 8, 128), (9, 3, 64))  # heads, KV heads, head_dim
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison: what was compared, and whether all bits agreed."""
+
+    op: str
+    what: str
+    same: bool
+
+
+def check_linear(device, dtype, schedules: list[LinearSchedule], lengths) -> Iterator[Check]:
+    """Each schedule at each number of rows against the reference schedule on all rows at once."""
+    from kernels.linear import linear
+
+    arrived = torch.zeros(16384, dtype=torch.int32, device=device)
+    reference = REFERENCE.linear_for(ROWS[-1], dtype.itemsize)
+    for K in lengths:
+        for kind, make in INPUTS.items():
+            generator = torch.Generator(device).manual_seed(K)
+            x, w = make((ROWS[-1], K), generator).to(dtype), make((272, K), generator).to(dtype)
+            for leaves in sorted({1, leaf_count(272, K), leaf_count(272, 12288)}):
+                if K < 128 * leaves:
+                    continue
+                expected = linear(x, w, None, leaves, torch.float32, reference, arrived)
+                for schedule in schedules:
+                    same = all(same_bits(linear(x[:m], w, None, leaves, torch.float32, schedule, arrived),
+                                         expected[:m]) for m in ROWS)
+                    yield Check("linear", f"{dtype}, K={K}, {leaves} leaves, {kind}, {schedule}", same)
+
+
+def attention_inputs(device, dtype, heads: int, kv_heads: int, head_dim: int, length: int):
+    """q for every position of one sequence of `length`, and its cache, NaN past the end."""
+    generator = torch.Generator(device).manual_seed(head_dim)
+    blocks = -(-length // KV_TILE) + 1
+    caches = torch.full((2, blocks, kv_heads, KV_TILE, head_dim), float("nan"), dtype=dtype, device=device)
+    table = torch.randperm(blocks, generator=generator, device=device)[:-1].to(torch.int32)
+    slots = torch.arange(length, device=device)
+    rows = torch.randn((2, length, kv_heads, head_dim), generator=generator, device=device).to(dtype) * 2
+    for cache, values in zip(caches, rows, strict=True):
+        cache[table[slots // KV_TILE].long(), :, slots % KV_TILE] = values
+    q = torch.randn((length, heads, head_dim), generator=generator, device=device).to(dtype) * 2
+    return q, caches[0], caches[1], table[None]
+
+
+def attention_work(device, table, positions: np.ndarray, query_tile: int | None, split: bool) -> AttentionWork:
+    """Work over one sequence: a chunk of consecutive positions, or, without a query tile, one decode row each."""
+    n = len(positions)
+    if query_tile:
+        prefill = plan_prefill([0], [n], [positions[-1] + 1], query_tile)
+        decode, merges = plan_decode([0], [n], [positions[-1] + 1], False)
+    else:
+        prefill = plan_prefill([], [], [], 1)
+        decode, merges = plan_decode(np.arange(n), np.ones(n, int), positions + 1, split)
+        table = table.expand(n, -1).contiguous()
+    grid = len(prefill), len(decode), len(merges)
+    tensors = [torch.from_numpy(np.ascontiguousarray(a, np.int32)).to(device)
+               for a in (positions, prefill, decode, merges, np.array(grid))]
+    return AttentionWork(table, *tensors, *grid, split_decode=split, max_partials=len(decode))
+
+
+def check_attention(device, dtype, prefill: list[AttentionSchedule], decode: list[AttentionSchedule],
+                    length: int = 1111) -> Iterator[Check]:
+    """Prefill whole and in odd chunks, decode rows walked and split, against the reference prefill."""
+    from kernels.attention import paged_attention
+
+    for heads, kv_heads, head_dim in ATTENTION_SHAPES:
+        q, k, v, table = attention_inputs(device, dtype, heads, kv_heads, head_dim, length)
+        group = heads // kv_heads
+
+        def run(rows, schedule, query_tile, split=False):
+            work = attention_work(device, table, rows, query_tile, split)  # noqa: B023
+            index = torch.from_numpy(rows).to(device)
+            return paged_attention(q[index], k, v, work, head_dim**-0.5, schedule, schedule)  # noqa: B023
+
+        every = np.arange(length)
+        expected = run(every, REFERENCE.prefill, REFERENCE.prefill.BLOCK_M // group)
+        for schedule in prefill:
+            tile = max(schedule.BLOCK_M, group) // group
+            for cuts in ([0, length], [0, 77, 640, 1000, length]):
+                parts = [run(every[a:b], schedule, tile) for a, b in zip(cuts, cuts[1:], strict=False)]
+                yield Check("attention", f"{dtype}, {heads}/{kv_heads}x{head_dim}, prefill cut at {cuts}, {schedule}",
+                            same_bits(torch.cat(parts), expected))
+        rows = np.unique(np.concatenate([every[::37], [0, 1, 63, 64, 255, 256, 257, length - 1]]))
+        for schedule in decode:
+            for split in (False, True):
+                same = same_bits(run(rows, schedule, None, split), expected[torch.from_numpy(rows).to(device)])
+                yield Check("attention", f"{dtype}, {heads}/{kv_heads}x{head_dim}, decode, split={split}, {schedule}",
+                            same)
+
+
+def check_norm(device, dtype) -> Iterator[Check]:
+    """Fused against unfused, alone against in a batch, and aligned against a slice of a larger buffer."""
+    from kernels.norm import rms_norm
+
+    generator = torch.Generator(device).manual_seed(0)
+    for N in (576, 1024, 4096, 5120):
+        x, residual = (torch.randn((257, N), generator=generator, device=device).to(dtype) for _ in range(2))
+        weight = torch.randn(N, generator=generator, device=device).to(dtype)
+        summed = (x.float() + residual.float()).to(dtype)
+        expected = rms_norm(summed, weight, 1e-6)
+        yield Check("rms_norm", f"{dtype}, N={N}, fused residual", same_bits(
+            rms_norm(x, weight, 1e-6, residual.clone()), expected))
+        yield Check("rms_norm", f"{dtype}, N={N}, one row", same_bits(
+            rms_norm(summed[100:101], weight, 1e-6), expected[100:101]))
+        shifted = torch.empty(257 * N + 8, dtype=dtype, device=device)[8:].view(257, N).copy_(summed)
+        yield Check("rms_norm", f"{dtype}, N={N}, sliced", same_bits(rms_norm(shifted, weight, 1e-6), expected))
+
+
+def check_rotary(device, dtype) -> Iterator[Check]:
+    """QK-norm fused with rotary against QK-norm, then rotary: rotating by position 0 leaves the norm alone."""
+    from kernels.rotary import rotary_and_cache
+
+    generator = torch.Generator(device).manual_seed(0)
+    for heads, kv_heads, D in ATTENTION_SHAPES:
+        total, n = heads + 2 * kv_heads, 33
+        qkv = torch.randn((n, total * D), generator=generator, device=device).to(dtype)
+        weights = [torch.randn(D, generator=generator, device=device).to(dtype) for _ in range(2)]
+        angle = torch.rand((64, D // 2), generator=generator, device=device) * 6
+        table = torch.cat([angle.cos(), angle.sin()], 1)
+        table[0] = torch.cat([torch.ones(D // 2), torch.zeros(D // 2)]).to(device)
+        positions = torch.arange(1, n + 1, device=device, dtype=torch.int32)
+        slots = torch.arange(n, device=device, dtype=torch.int32)
+
+        def run(qkv, weights, positions, slots):
+            k, v = torch.zeros((2, 1, kv_heads, KV_TILE, D), dtype=dtype, device=device)  # noqa: B023
+            q = rotary_and_cache(qkv, *weights, 1e-6, table, positions, slots, k, v, heads)  # noqa: B023
+            return q, k[0].transpose(0, 1)[: len(qkv)], v[0].transpose(0, 1)[: len(qkv)]
+
+        fused = run(qkv, weights, positions, slots)
+        normed = torch.cat([part.reshape(n, -1) for part in run(qkv, weights, 0 * positions, slots)], 1)
+        unfused = run(normed.contiguous(), (None, None), positions, slots)
+        alone = run(qkv[9:10].contiguous(), weights, positions[9:10], slots[:1])
+        yield Check("rotary", f"{dtype}, {heads}/{kv_heads}x{D}, fused QK-norm", all(map(same_bits, fused, unfused)))
+        yield Check("rotary", f"{dtype}, {heads}/{kv_heads}x{D}, one row",
+                    all(same_bits(a[9:10], b) for a, b in zip(fused, alone, strict=True)))
+
+
+def check_schedules(device: torch.device, dtype: torch.dtype, table: Schedules,
+                    lengths=(512, 576, 1536, 2048, 3072, 4096, 9728, 12288)) -> Iterator[Check]:
+    """Every schedule of `table` for this dtype; yields as it goes. `lengths` are the K of the products."""
+    fp32 = dtype == torch.float32
+    products = [table.linear_for(1, 4)] if fp32 else [schedule for _, schedule in table.linear]
+    yield from check_norm(device, dtype)
+    yield from check_rotary(device, dtype)
+    yield from check_attention(device, dtype, [table.prefill], [table.decode])
+    yield from check_linear(device, dtype, products, lengths)

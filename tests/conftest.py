@@ -1,0 +1,54 @@
+"""Shared fixtures. Without a GPU, Triton kernels run in its interpreter; with one, `-m gpu` runs them for real."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu: needs a CUDA GPU (run with: python -m pytest -m gpu)")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "gpu" in item.keywords and not HAS_GPU:
+            item.add_marker(pytest.mark.skip(reason="no GPU here"))
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """Every torch.empty of floats is filled with NaN, so that an element nobody wrote cannot pass for a value."""
+
+    def poison(function):
+        def wrapped(*args, **kwargs):
+            tensor = function(*args, **kwargs)
+            return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor.fill_(-(2**30) + 1)
+
+        return wrapped
+
+    monkeypatch.setattr(torch, "empty", poison(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", poison(torch.empty_like))
+
+
+TINY = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 307, "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+        "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu",
+        "tie_word_embeddings": True, "torch_dtype": "bfloat16", "eos_token_id": 3}
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory):
+    """A folder with the config of a two-layer random Qwen3 and no weights (for load_format="dummy")."""
+    folder = tmp_path_factory.mktemp("tiny")
+    (folder / "config.json").write_text(json.dumps(TINY))
+    return folder

@@ -1,0 +1,230 @@
+"""Text on one side, token ids on the other: tokenizer, chat template, incremental decoding, stop strings.
+
+Owns every question about characters; must not know the model, the scheduler, or how many requests run.  A
+`Tokenizer` may be shared; a `Detokenizer` belongs to one sequence.  What it releases, joined, is what
+`Tokenizer.decode` gives for the same ids up to the stop string, wherever the tokens' borders lie.  (One exception:
+where <0x..> tokens spell broken UTF-8, `decode` takes back the run's good characters; released text stays.)
+"""
+
+import codecs
+import datetime
+import json
+import re
+from collections.abc import Sequence
+from functools import cached_property, partial
+from pathlib import Path
+
+import jinja2
+import tokenizers
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+
+class Tokenizer:
+    """The tokenizer of a checkpoint folder; its ids are those of transformers' AutoTokenizer.
+
+    `vocab_size` is one more than the largest id, added tokens included.  `bos_token_id` and `eos_token_id` are None
+    where the settings name no such token.  `special_token_ids` is the frozenset that `decode` leaves out by default.
+    Raises ValueError if tokenizer.json is missing or one of the files cannot be read.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder = Path(folder)
+        path, settings = self._folder / "tokenizer.json", {}
+        if not path.is_file():
+            raise ValueError(f"{path} is missing; fetch it with the weights (samebits reads no other tokenizer format)")
+        try:
+            self._backend = tokenizers.Tokenizer.from_file(str(path))
+            for path in (self._folder / "special_tokens_map.json", self._folder / "tokenizer_config.json"):
+                settings |= json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        except Exception as error:  # the Rust side raises a bare Exception
+            raise ValueError(f"{path} cannot be read ({error}); fetch it again") from error
+        self._backend.no_truncation()  # what is left over from training must not touch a prompt
+        self._backend.no_padding()
+        # What the settings declare and tokenizer.json lacks, or has with other flags, is added, as transformers does.
+        known = self._backend.get_added_tokens_decoder()
+        for token_id, fields in sorted(settings.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
+            token = tokenizers.AddedToken(**{key: fields[key] for key in fields if key != "__type"})
+            if repr(known.get(int(token_id))) != repr(token):  # `==` looks at the text alone
+                self._backend.add_tokens([token])
+        added = self._backend.get_added_tokens_decoder()
+        self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
+        self.vocab_size = max(self._backend.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
+
+        # "bos_token", "eos_token", ...: plain text, or a dict with its text under "content".
+        named = ((key, value.get("content") if isinstance(value, dict) else value) for key, value in settings.items())
+        self._named_tokens = {key: text for key, text in named if key.endswith("_token") and isinstance(text, str)}
+        self.bos_token_id, self.eos_token_id = (
+            self._backend.token_to_id(self._named_tokens.get(name, "")) for name in ("bos_token", "eos_token"))
+        decoder = json.loads(self._backend.decoder.__getstate__()) if self._backend.decoder else {"type": "none"}
+        kinds = [part["type"] for part in decoder.get("decoders", [decoder])]
+        self._has_byte_tokens = "ByteFallback" in kinds
+        self._byte_of = byte_level_alphabet() if kinds == ["ByteLevel"] else None
+        template, path = settings.get("chat_template"), self._folder / "chat_template.jinja"
+        if isinstance(template, list):
+            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        self._template = path.read_text(encoding="utf-8") if path.is_file() else template
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of `text` and of what tokenizer.json adds; a text that begins with BOS gets no other.
+
+        Text from `apply_chat_template` is complete: encode it with `add_special_tokens=False`.
+        Raises ValueError if `text` is not a string or holds a lone surrogate, which UTF-8 cannot.
+        """
+        try:
+            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        except (TypeError, UnicodeEncodeError) as error:
+            raise ValueError(f"text to encode must be a string of valid Unicode: {error}") from error
+        # The mask is 1 where a token was added, 0 where the text itself has one.
+        is_doubled = encoding.ids[:2] == [self.bos_token_id] * 2 and encoding.special_tokens_mask[:2] == [1, 0]
+        return encoding.ids[is_doubled:]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of `ids`, its spaces untouched; ValueError names an id outside the vocabulary."""
+        for token_id in ids:
+            if not 0 <= token_id < self.vocab_size:
+                raise ValueError(f"token id {token_id} is outside the tokenizer's vocabulary [0, {self.vocab_size})")
+        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """Return the bytes a token stands for, or None where its text depends on the token before it."""
+        piece = self._backend.id_to_token(token_id)
+        if piece is None:  # a model whose embedding is padded can sample an id without a token
+            return b""
+        if self._byte_of is not None:
+            try:
+                return piece.translate(self._byte_of).encode("latin-1")
+            except UnicodeEncodeError:  # an added token, kept as plain text
+                return piece.encode("utf-8")
+        is_byte = self._has_byte_tokens and len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">")
+        return bytes.fromhex(piece[3:5]) if is_byte else None
+
+    def apply_chat_template(self, messages: list[dict], add_generation_prompt: bool = True,
+                            tools: list[dict] | None = None, **kwargs) -> str:
+        """Render `messages` with the model's chat template; `kwargs` reach the template (`enable_thinking=False`).
+
+        Raises ValueError if there is no template, a message is malformed, or the template fails or refuses.
+        """
+        if not isinstance(messages, (list, tuple)) or not messages or not all(
+                isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages):
+            raise ValueError("messages must be a non-empty list of dicts, each with a 'role' string")
+        # OpenAI clients send `"tool_calls": null`; many templates would print it as "None".
+        messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        variables = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
+        template = self._compiled_template
+        try:
+            return template.render(self._named_tokens, **variables, **kwargs)
+        except Exception as error:  # a template is foreign code: whatever it raises, the messages did not suit it
+            raise ValueError(f"the chat template refused the messages: {type(error).__name__}: {error}") from error
+
+    @cached_property
+    def _compiled_template(self) -> jinja2.Template:
+        if self._template is None:
+            raise ValueError(f"{self._folder} has no chat template; use a plain prompt, or add a chat_template.jinja")
+
+        def raise_exception(message):
+            raise jinja2.TemplateError(message)
+
+        # `{% generation %}` marks what to train on; to render, its content is all there is.
+        template = re.sub(r"(\{%[-+]?)\s*generation\s*([-+]?%\})", r"\1 if true \2", self._template)
+        template = re.sub(r"(\{%[-+]?)\s*endgeneration\s*([-+]?%\})", r"\1 endif \2", template)
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+        # Jinja's own `tojson` sorts keys and escapes <, > and & for HTML.
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+        environment.globals |= {"raise_exception": raise_exception,
+                                "strftime_now": lambda pattern: datetime.datetime.now().strftime(pattern)}
+        try:
+            return environment.from_string(template)
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(f"{self._folder}: chat template, line {error.lineno}: {error.message}") from error
+
+
+def byte_level_alphabet() -> dict[int, int]:
+    """Return the translation from a byte-level vocabulary's characters to bytes: printable Latin-1 is itself."""
+    alphabet = sorted(map(ord, tokenizers.pre_tokenizers.ByteLevel.alphabet()))
+    others = sorted(set(range(256)) - set(alphabet))  # their characters come in the same order, from U+0100 on
+    own = alphabet[:256 - len(others)]
+    return dict(zip(alphabet, own + others, strict=True)) | dict.fromkeys(others, 0xFFFF)  # no byte: not in Latin-1
+
+
+def unfinished_start(text: str, string: str) -> int:
+    """Return where the longest end of `text` that is a proper beginning of `string` starts; len(text) if none is."""
+    start = text.find(string[0], max(0, len(text) + 1 - len(string)))
+    while start >= 0 and not string.startswith(text[start:]):
+        start = text.find(string[0], start + 1)
+    return start if start >= 0 else len(text)
+
+
+class Detokenizer:
+    """Turns one sequence's tokens into text as they come, and ends it at a stop string (`stop_reason`, else None).
+
+    A token's text is known at once, but for half a character and, in sentencepiece vocabularies, a first space that
+    needs a token before it.  So bytes go through an incremental UTF-8 decoder, and other tokens are decoded behind
+    the last one: constant work a token.  The stop string complete first wins; of two complete at one character, the
+    longer.  Text is held back only while its end can become one.  A skipped special token has no text to match.
+    Give `prompt_ids` where the text continues the prompt, to keep its first space.
+    Raises ValueError if a stop string is empty or not a string.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), include_stop_str_in_output: bool = False,
+                 skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()):
+        self._stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        if not all(isinstance(string, str) and string for string in self._stop):
+            raise ValueError(f"stop strings must be non-empty strings, got {list(self._stop)!r}")
+        self._tokenizer = tokenizer
+        self._include_stop = include_stop_str_in_output
+        self._skipped_ids = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        shown_ids = (i for i in reversed(prompt_ids) if i not in self._skipped_ids and tokenizer.token_bytes(i) != b"")
+        self._last_id = next(shown_ids, None)
+        self._held = ""
+        self._released: list[str] = []
+        self.stop_reason: str | None = None
+
+    @property
+    def text(self) -> str:
+        """Everything released so far."""
+        return "".join(self._released)
+
+    def push(self, token_id: int, check_stop: bool = True) -> str:
+        """Take one token; return the text it releases, which may be empty (always, after a stop string).
+
+        With `check_stop=False` (fewer than `min_tokens` so far) a stop string that ends in this token passes; one
+        that ends in a later, checked token counts wherever it begins, so its beginning is held back all the same.
+        """
+        if self.stop_reason is not None:
+            return ""
+        text = self._held + self._decode(token_id)
+        if check_stop:
+            # A match ends in the new text: what was held before is unfinished, or passed unchecked.
+            found = ((text.find(string, max(0, len(self._held) + 1 - len(string))), string) for string in self._stop)
+            matches = [(start + len(string), start, string) for start, string in found if start >= 0]
+            if matches:
+                end, start, self.stop_reason = min(matches)
+                self._utf8.reset()
+                return self._release(text[:end if self._include_stop else start], held="")
+        cut = min((unfinished_start(text, string) for string in self._stop), default=len(text))
+        return self._release(text[:cut], held=text[cut:])
+
+    def finish(self) -> str:
+        """End the sequence: release what is held, be it the beginning of a stop string or half a character."""
+        return self._release(self._held + self._utf8.decode(b"", final=True), held="")
+
+    def _release(self, text: str, held: str) -> str:
+        self._held = held
+        self._released += [text] if text else []
+        return text
+
+    def _decode(self, token_id: int) -> str:
+        """Return the characters that this token completes."""
+        if token_id in self._skipped_ids:
+            return ""
+        data = self._tokenizer.token_bytes(token_id)
+        if data is not None:
+            self._last_id = token_id if data else self._last_id
+            return self._utf8.decode(data)
+        before = [] if self._last_id is None else [self._last_id]
+        self._last_id = token_id
+        unfinished = self._utf8.decode(b"", final=True)  # a token of text ends a run of byte tokens, whole or not
+        known, text = (self._tokenizer.decode(ids, skip_special_tokens=False) for ids in (before, before + [token_id]))
+        return unfinished + text[len(known):]

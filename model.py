@@ -315,7 +315,8 @@ class Model:
             elif "embed_tokens" in name or "lm_head" in name:
                 mean, std = 0.0, 2.5 / width
             else:
-                mean, std = 0.0, 1.0 / (view.shape[-1] ** 0.5 if view.dim() == 2 else 10.0)
+                gain = 3.0 if "o_proj" in name or "down_proj" in name else 1.0
+                mean, std = 0.0, gain / (view.shape[-1] ** 0.5 if view.dim() == 2 else 10.0)
             view.copy_(torch.empty_like(view, dtype=torch.float32).normal_(mean, std, generator=generator)
                        .to(self.dtype))
 

@@ -5,7 +5,7 @@ compiler and a chip, so it is checked on the machine at hand, on random and on h
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -41,13 +41,13 @@ def check_linear(device, dtype, schedules: list[LinearSchedule], lengths) -> Ite
     from kernels.linear import linear
 
     arrived = torch.zeros(16384, dtype=torch.int32, device=device)
-    reference = REFERENCE.linear_for(ROWS[-1], dtype.itemsize)
+    reference = REFERENCE.linear_for(ROWS[-1], 1, dtype.itemsize)
     for K in lengths:
         for kind, make in INPUTS.items():
             generator = torch.Generator(device).manual_seed(K)
             x, w = make((ROWS[-1], K), generator).to(dtype), make((272, K), generator).to(dtype)
             for leaves in sorted({1, leaf_count(272, K), leaf_count(272, 12288)}):
-                if K < 128 * leaves:
+                if 128 * leaves > K:
                     continue
                 expected = linear(x, w, None, leaves, torch.float32, reference, arrived)
                 for schedule in schedules:
@@ -166,8 +166,11 @@ def check_rotary(device, dtype) -> Iterator[Check]:
 def check_schedules(device: torch.device, dtype: torch.dtype, table: Schedules,
                     lengths=(512, 576, 1536, 2048, 3072, 4096, 9728, 12288)) -> Iterator[Check]:
     """Every schedule of `table` for this dtype; yields as it goes. `lengths` are the K of the products."""
-    fp32 = dtype == torch.float32
-    products = [table.linear_for(1, 4)] if fp32 else [schedule for _, schedule in table.linear]
+    if dtype == torch.float32:  # plain cores: one schedule, so the rows and the sharing of leaves are what is left
+        one = table.linear_for(1, 1, 4)
+        products = [one, replace(one, split=True)]
+    else:
+        products = sorted({one for _, *pair in table.linear for one in pair}, key=str)
     yield from check_norm(device, dtype)
     yield from check_rotary(device, dtype)
     yield from check_attention(device, dtype, [table.prefill], [table.decode])

@@ -133,13 +133,13 @@ def merge_kernel(merges_ptr, counts_ptr, out_ptr, partial_ml_ptr, partial_acc_pt
 
 
 def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, work, scale: float,
-                    decode: AttentionSchedule, prefill: AttentionSchedule) -> torch.Tensor:
+                    decode: AttentionSchedule, prefill: AttentionSchedule, kv_split: int = KV_SPLIT) -> torch.Tensor:
     """Causal attention of every query over its sequence's pages (Dao et al. 2022; Kwon et al. 2023 for the paging).
 
     q: [num_tokens, num_heads, head_dim] bf16, fp16 or fp32
     k_cache, v_cache: [num_blocks, num_kv_heads, block_size, head_dim], dtype of q; the keys of this step are in it
     work: kernels.work.AttentionWork: block tables, positions and the lists of work items
-    scale: multiplies q k^T
+    scale: multiplies q k^T; kv_split: keys a split (numerics: only a deliberately different twin passes another)
     returns [num_tokens, num_heads, head_dim], dtype of q; rows of no item are left unwritten
 
     Reduction order: keys in tiles of KV_TILE from position 0, online softmax in tile order inside splits of KV_SPLIT
@@ -160,7 +160,7 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
         if grid:
             paged_attention_kernel[(grid * num_kv_heads,)](
                 q, k_cache, v_cache, work.block_tables, work.positions, items, work.counts, out, ml, acc,
-                work.block_tables.stride(0), scale_log2e, count, num_heads, num_kv_heads, head_dim, KV_TILE, KV_SPLIT,
+                work.block_tables.stride(0), scale_log2e, count, num_heads, num_kv_heads, head_dim, KV_TILE, kv_split,
                 partial, max(schedule.BLOCK_M, triton.next_power_of_2(group)), schedule.skip_mask, "ieee",
                 num_warps=schedule.num_warps, num_stages=schedule.num_stages, enable_fp_fusion=False)
     if work.split_decode:

@@ -9,12 +9,12 @@ from kernels.tiles import LinearSchedule, leaf_length
 
 @triton.jit
 def leaf_sum(x_ptrs, w_ptrs, mask_m, mask_n, k_start, K: tl.constexpr, LEAF: tl.constexpr, EVEN_N: tl.constexpr,
-             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr):
+             EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr):
     # The chain along K. `tl.dot` onto one accumulator gives the same bits for every tile shape (design law 1).
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     offs_k = tl.arange(0, BLOCK_K)
     for k in range(k_start, k_start + LEAF, BLOCK_K):
-        if K % BLOCK_K == 0 and LEAF % BLOCK_K == 0:
+        if EVEN_K:
             x = tl.load(x_ptrs + k, mask=mask_m, other=0.0)
             w = tl.load(w_ptrs + k) if EVEN_N else tl.load(w_ptrs + k, mask=mask_n, other=0.0)
         else:
@@ -42,6 +42,7 @@ def linear_kernel(x_ptr, w_ptr, bias_ptr, out_ptr, partial_ptr, arrived_ptr, M, 
     mask_m = offs_m[:, None] < M
     mask_n = offs_n[:, None] < N
     EVEN_N: tl.constexpr = N % BLOCK_N == 0
+    EVEN_K: tl.constexpr = LEAF % BLOCK_K == 0 and LEAF * LEAVES == K
     x_ptrs = x_ptr + offs_m[:, None].to(tl.int64) * K + offs_k[None, :]  # [BLOCK_M, BLOCK_K]
     w_ptrs = w_ptr + offs_n[:, None].to(tl.int64) * K + offs_k[None, :]  # [BLOCK_N, BLOCK_K]
     offs_out = offs_m[:, None].to(tl.int64) * N + offs_n[None, :]
@@ -51,8 +52,8 @@ def linear_kernel(x_ptr, w_ptr, bias_ptr, out_ptr, partial_ptr, arrived_ptr, M, 
         # One leaf a program. Partials meet in memory; the last program to arrive adds them in leaf order, so the
         # arrival order (an integer count) decides who adds, never how.
         leaf = tl.program_id(1)
-        acc = leaf_sum(x_ptrs, w_ptrs, mask_m, mask_n, leaf * LEAF, K, LEAF, EVEN_N, BLOCK_M, BLOCK_N, BLOCK_K,
-                       PRECISION)
+        acc = leaf_sum(x_ptrs, w_ptrs, mask_m, mask_n, leaf * LEAF, K, LEAF, EVEN_N, EVEN_K, BLOCK_M, BLOCK_N,
+                       BLOCK_K, PRECISION)
         tl.store(partial_ptr + leaf.to(tl.int64) * M * N + offs_out, acc, mask=mask_out)
         tl.debug_barrier()
         if tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") != LEAVES - 1:
@@ -63,10 +64,11 @@ def linear_kernel(x_ptr, w_ptr, bias_ptr, out_ptr, partial_ptr, arrived_ptr, M, 
             acc = acc + tl.load(partial_ptr + tl.cast(i, tl.int64) * M * N + offs_out, mask=mask_out, other=0.0,
                                 cache_modifier=".cg")
     else:
-        acc = leaf_sum(x_ptrs, w_ptrs, mask_m, mask_n, 0, K, LEAF, EVEN_N, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)
+        acc = leaf_sum(x_ptrs, w_ptrs, mask_m, mask_n, 0, K, LEAF, EVEN_N, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K,
+                       PRECISION)
         for i in tl.static_range(1, LEAVES):
-            acc = acc + leaf_sum(x_ptrs, w_ptrs, mask_m, mask_n, i * LEAF, K, LEAF, EVEN_N, BLOCK_M, BLOCK_N, BLOCK_K,
-                                 PRECISION)
+            acc = acc + leaf_sum(x_ptrs, w_ptrs, mask_m, mask_n, i * LEAF, K, LEAF, EVEN_N, EVEN_K, BLOCK_M, BLOCK_N,
+                                 BLOCK_K, PRECISION)
     if HAS_BIAS:
         acc = acc + tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
     tl.store(out_ptr + offs_out, acc.to(out_ptr.dtype.element_ty), mask=mask_out)

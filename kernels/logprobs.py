@@ -29,8 +29,8 @@ def logprobs_kernel(logits_ptr, token_ids_ptr, token_logprobs_ptr, top_ids_ptr, 
         total += mass(x, peak, SCALE_BITS)
     log_total = tl.log(tl.sum(total, 0).to(tl.float64)) - SCALE_BITS * 0.6931471805599453
     token = tl.load(token_ids_ptr + row).to(tl.int64)
-    x = tl.load(row_ptr + token)
-    tl.store(token_logprobs_ptr + row, ((x - peak).to(tl.float64) - log_total).to(tl.float32))
+    chosen = tl.load(row_ptr + token)
+    tl.store(token_logprobs_ptr + row, ((chosen - peak).to(tl.float64) - log_total).to(tl.float32))
     # The next of the top is the largest logit that comes after the previous one in (value, lowest id first) order.
     last = float("inf")
     last_id = -1

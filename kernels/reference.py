@@ -112,7 +112,7 @@ def rotary_and_cache(qkv, q_norm, k_norm, eps, cos_sin, positions, slot_mapping,
     return rotate(q, q_norm)
 
 
-def attention_items(q, k_cache, v_cache, work, items, scale, R):
+def attention_items(q, k_cache, v_cache, work, items, scale, R, kv_split):
     """Run `items` (a list of work items) in lockstep over splits. Returns [(rows, out [rows, heads, D])]."""
     dtype = q.dtype
     num_heads, D = q.shape[1], q.shape[2]
@@ -132,11 +132,11 @@ def attention_items(q, k_cache, v_cache, work, items, scale, R):
     m = torch.full((A, Hkv, R, 1), -torch.inf)
     l, acc = torch.zeros((A, Hkv, R, 1)), torch.zeros((A, Hkv, R, D))
     ones = torch.ones((1, KV_TILE, ROWS))
-    per_split = KV_SPLIT // KV_TILE
-    for split in range(max(item[4] for item in items)):
-        live = torch.nonzero(num_keys > split * KV_SPLIT).flatten()
-        T = min(per_split, -(-int(num_keys[live].max() - split * KV_SPLIT) // KV_TILE))
-        keys = split * KV_SPLIT + torch.arange(T * KV_TILE)
+    per_split = kv_split // KV_TILE
+    for split in range(-(-int(num_keys.max()) // kv_split)):
+        live = torch.nonzero(num_keys > split * kv_split).flatten()
+        T = min(per_split, -(-int(num_keys[live].max() - split * kv_split) // KV_TILE))
+        keys = split * kv_split + torch.arange(T * KV_TILE)
         # Pages past a sequence's end are masked; page 0 stands in for them.
         width = work.block_tables.shape[1]
         tables = work.block_tables[seqs[live]][:, [min(split * per_split + t, width - 1) for t in range(T)]].long()
@@ -177,13 +177,14 @@ def attention_items(q, k_cache, v_cache, work, items, scale, R):
         yield items[i][1], tile.reshape(count, num_heads, D)
 
 
-def paged_attention(q, k_cache, v_cache, work, scale):
+def paged_attention(q, k_cache, v_cache, work, scale, kv_split=KV_SPLIT):
     group = q.shape[1] // k_cache.shape[1]
     R = max(16, group)
     out = torch.empty_like(q)
     items = work.prefill_items.tolist() + work.decode_items.tolist()
     for start in range(0, len(items), MAX_ITEMS):
-        for token, rows in attention_items(q, k_cache, v_cache, work, items[start : start + MAX_ITEMS], scale, R):
+        part = items[start : start + MAX_ITEMS]
+        for token, rows in attention_items(q, k_cache, v_cache, work, part, scale, R, kv_split):
             out[token : token + len(rows)] = rows
     return out
 

@@ -23,7 +23,7 @@ NUMERICS = {
     "qk_norm": "as rms_norm, over head_dim, before rotary; halves summed apart, then added; tile of 8 heads",
     "rotary": "table from float64, rounded once to fp32; x*cos - y*sin in fp32, rounded once",
     "linear": "fp32 accumulate along K, leaves added in order as a chain, bias in fp32, rounded once",
-    "leaves": "1 for K < 2048 or N > 16384, else 2 for K < 8192, else 4; leaf a multiple of 128",
+    "leaves": "2 for N <= 8192 and K >= 2048, else 1; a leaf is a multiple of 128",
     "swiglu": "gate and up rounded to dtype; gate / (1 + exp(-gate)) * up in fp32, rounded once",
     "attention": "fp32 scores scaled once by scale*log2(e), exp2, P in dtype, row sum of the rounded P by dot with ones",
     "kv_tile": str(KV_TILE),
@@ -45,11 +45,11 @@ def leaf_count(N: int, K: int) -> int:
     """How many leaves the K axis of a weight [N, K] is cut into, by the *full* weight's shape (never a shard's).
 
     A wide weight fills the GPU with column tiles alone and needs one leaf. A narrow one leaves processors idle at
-    small M unless K is shared, and the chain costs large M next to nothing.
+    small M unless K is shared: down_proj of Qwen3-8B, M = 64, takes 36 us with one leaf, 31 with two, 32 with four,
+    and on the eighth of it that a rank of eight holds 30, 19 and 12 (benchmarks/tune_linear.py, H200). A chain of
+    four costs large M half its speed, though, and one of two little.
     """
-    if K < 2048 or N > 16384:
-        return 1
-    return 2 if K < 8192 else 4
+    return 2 if N <= 8192 and K >= 2048 else 1
 
 
 def leaf_length(K: int, leaves: int) -> int:
@@ -88,30 +88,32 @@ class AttentionSchedule:
 
 @dataclass(frozen=True)
 class Schedules:
-    """The schedule table of one kind of GPU. `linear` maps an upper bound of M to a schedule, smallest bound first."""
+    """The schedule table of one kind of GPU.
+
+    `linear` maps an upper bound of M, smallest first, to the schedules of a sum of one leaf and of a chain (whose two
+    accumulators need a smaller tile).
+    """
 
     name: str
-    linear: tuple[tuple[int, LinearSchedule], ...]
+    linear: tuple[tuple[int, LinearSchedule, LinearSchedule], ...]
     decode: AttentionSchedule
     prefill: AttentionSchedule
     split_decode: bool = True  # give each KV split of a decode row its own program when that fills the GPU better
     programs: int = 528  # programs of a fixed-size grid (4 a multiprocessor of an H200)
 
-    def linear_for(self, M: int, dtype_bytes: int = 2) -> LinearSchedule:
+    def linear_for(self, M: int, leaves: int, dtype_bytes: int = 2) -> LinearSchedule:
         """The schedule for M rows. fp32 products run on plain cores and keep to one small tile."""
         if dtype_bytes == 4:
             return FP32
-        for bound, schedule in self.linear:
-            if M <= bound:
-                return schedule
-        return self.linear[-1][1]
+        return next(pair[leaves > 1] for bound, *pair in self.linear if bound >= M)
 
 
 ANY = 1 << 62
 FP32 = LinearSchedule(16, 64, 32, 4, 2)
+PLAIN = LinearSchedule(64, 64, 64, 4, 3)
 REFERENCE = Schedules(
     "reference",
-    linear=((ANY, LinearSchedule(64, 64, 64, 4, 3)),),
+    linear=((ANY, PLAIN, PLAIN),),
     decode=AttentionSchedule(64, 4, 2, skip_mask=False),
     prefill=AttentionSchedule(64, 4, 2, skip_mask=False),
     split_decode=False,
@@ -120,22 +122,21 @@ REFERENCE = Schedules(
 CONSERVATIVE = Schedules(
     "conservative",
     linear=(
-        (16, LinearSchedule(16, 64, 128, 4, 3, split=True)),
-        (64, LinearSchedule(64, 64, 64, 4, 3, split=True)),
-        (ANY, LinearSchedule(128, 128, 32, 8, 3)),
+        (16, LinearSchedule(16, 64, 128, 4, 3), LinearSchedule(16, 64, 128, 4, 3, split=True)),
+        (64, PLAIN, LinearSchedule(64, 64, 64, 4, 3, split=True)),
+        (ANY, LinearSchedule(128, 128, 32, 8, 3), LinearSchedule(128, 128, 32, 8, 3)),
     ),
     decode=AttentionSchedule(16, 4, 2),
     prefill=AttentionSchedule(64, 4, 2),
 )
-# Tuned on an H200 (benchmarks/tune_linear.py).
+# Best of benchmarks/tune_linear.py on an H200.
 HOPPER = Schedules(
     "hopper",
     linear=(
-        (16, LinearSchedule(16, 64, 128, 4, 5, split=True)),
-        (64, LinearSchedule(64, 64, 128, 4, 4, split=True)),
-        (128, LinearSchedule(128, 64, 64, 4, 4)),
-        (512, LinearSchedule(128, 128, 64, 8, 4)),
-        (ANY, LinearSchedule(128, 256, 64, 8, 3)),
+        (16, LinearSchedule(16, 64, 128, 4, 5), LinearSchedule(16, 64, 128, 4, 5, split=True)),
+        (64, LinearSchedule(64, 128, 64, 4, 5), LinearSchedule(64, 64, 128, 4, 4, split=True)),
+        (512, LinearSchedule(128, 128, 64, 8, 4), LinearSchedule(64, 128, 64, 4, 4)),
+        (ANY, LinearSchedule(128, 256, 64, 8, 3), LinearSchedule(128, 128, 64, 8, 4)),
     ),
     decode=AttentionSchedule(16, 4, 3),
     prefill=AttentionSchedule(128, 8, 2),

@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 import torch
+from conftest import HAS_GPU
 
 import kernels
-from conftest import HAS_GPU
 from kernels import same_bits
 from kernels.tiles import KV_TILE, leaf_count
 from kernels.work import AttentionWork, plan_decode, plan_prefill

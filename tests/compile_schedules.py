@@ -1,0 +1,117 @@
+"""Compile every kernel, at every schedule of the tables, for GPUs that are not here. Run in a process of its own.
+
+Launchers are called on meta tensors with `JITFunction.run` replaced by a recorder, so that what is compiled is what a
+launch would compile: the same signature, constants, alignment and options. Prints one JSON object a compilation:
+kernel, target, constants, shared memory in bytes, and how many float atomics and fused multiply-adds its code holds.
+"""
+
+import json
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from triton.runtime.jit import JITFunction
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from kernels import activation, attention, embedding, linear, logprobs, norm, rotary, sample, tiles
+from kernels.work import ITEM_FIELDS, MERGE_FIELDS, AttentionWork
+
+TARGETS = {"sm_80": GPUTarget("cuda", 80, 32), "sm_90": GPUTarget("cuda", 90, 32), "sm_100": GPUTarget("cuda", 100, 32),
+           "gfx942": GPUTarget("hip", "gfx942", 64)}
+TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32",
+         torch.int64: "*i64"}
+launches: list[tuple] = []
+
+
+def record(self, *args, grid, warmup, **options):
+    bound = dict(zip([p.name for p in self.params], args, strict=True))
+    launches.append((self, bound, {k: v for k, v in options.items() if k != "num_ctas"}))
+
+
+def source(kernel: JITFunction, bound: dict) -> tuple[ASTSource, dict]:
+    signature, constants, attributes = {}, {}, {}
+    for i, param in enumerate(kernel.params):
+        value = bound[param.name]
+        if param.is_constexpr:
+            signature[param.name], constants[param.name] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[param.name] = TYPES[value.dtype]
+            attributes[(i,)] = [["tt.divisibility", 16]]
+        else:
+            signature[param.name] = "fp32" if isinstance(value, float) else "i32"
+            if isinstance(value, int) and value % 16 == 0 and not param.do_not_specialize:
+                attributes[(i,)] = [["tt.divisibility", 16]]
+    return ASTSource(kernel, signature, constants, attributes), constants
+
+
+def meta(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def launch_table(table: tiles.Schedules, rows: int) -> None:
+    """Every op at one number of rows, on the shapes of Qwen3-8B, through its launcher."""
+    arrived = meta(16384, dtype=torch.int32)
+    for N, K in ((6144, 4096), (24576, 4096), (4096, 12288), (960, 576)):
+        leaves = tiles.leaf_count(N, K)
+        linear.linear(meta(rows, K), meta(N, K), None, leaves, torch.bfloat16, table.linear_for(rows, leaves), arrived)
+    linear.linear(meta(rows, 576, dtype=torch.float32), meta(960, 576, dtype=torch.float32), None, 1, torch.float32,
+                  table.linear_for(rows, 1, 4), arrived)
+    norm.rms_norm(meta(rows, 4096), meta(4096), 1e-6, meta(rows, 4096))
+    activation.silu_and_mul(meta(rows, 24576))
+    embedding.embedding(meta(rows, dtype=torch.int32), meta(151936, 4096))
+    cache, ints = meta(100, 8, 64, 128), meta(rows, dtype=torch.int32)
+    rotary.rotary_and_cache(meta(rows, 6144), meta(128), meta(128), 1e-6, meta(4096, 128, dtype=torch.float32), ints,
+                            ints, cache, cache, 32)
+    work = AttentionWork(meta(rows, 4, dtype=torch.int32), ints, meta(1, ITEM_FIELDS, dtype=torch.int32),
+                         meta(rows, ITEM_FIELDS, dtype=torch.int32), meta(rows, MERGE_FIELDS, dtype=torch.int32),
+                         meta(3, dtype=torch.int32), 1, rows, rows, split_decode=True, max_partials=rows)
+    for one in (work, replace(work, split_decode=False)):
+        attention.paged_attention(meta(rows, 32, 128), cache, cache, one, 0.1, table.decode, table.prefill)
+    logits = meta(rows, 151936, dtype=torch.float32)
+    logprobs.logprobs(logits, meta(rows, dtype=torch.int64), 4)
+    sample.argmax(logits)
+    column = {t: meta(rows, dtype=t) for t in (torch.float32, torch.int32, torch.int64)}
+    f, i, j = column.values()
+    sample.sample(logits, f, j, j, f, j, i)
+
+
+def main() -> None:
+    JITFunction.run = record
+    plan = [("sm_90", tiles.HOPPER)] + [(target, table) for target in TARGETS for table in
+                                        (tiles.CONSERVATIVE, tiles.REFERENCE) if target != "gfx942" or
+                                        table is tiles.CONSERVATIVE]
+    if sys.argv[1:] == ["contract"]:  # what of a launch is numerics, at several numbers of rows
+        for rows in (1, 3, 16, 64, 300, 4096):
+            launches.clear()
+            launch_table(tiles.HOPPER, rows)
+            for kernel, bound, options in launches:
+                constants = {k: v for k, v in bound.items() if kernel.params[list(bound).index(k)].is_constexpr}
+                print(json.dumps({"rows": rows, "kernel": kernel.__name__, "constants": str(constants), **constants,
+                                  "num_warps": options.get("num_warps")}))
+        return
+    done = set()
+    for target, table in plan:
+        launches.clear()
+        for bound, *_ in table.linear:
+            launch_table(table, min(bound, 4096))
+        for kernel, bound, options in launches:
+            src, constants = source(kernel, bound)
+            key = (target, kernel.__name__, str(src.signature), str(constants), str(options), str(src.attrs))
+            if key in done:
+                continue
+            done.add(key)
+            result = compile(src, target=TARGETS[target], options=options)
+            code = result.asm.get("ptx") or result.asm["amdgcn"]
+            print(json.dumps({
+                "kernel": kernel.__name__, "target": target, "table": table.name, "shared": result.metadata.shared,
+                "constants": str(constants),
+                "float_atomics": len(re.findall(r"(atom|red)\.[\w.:]*\.(f16|f32|f64|bf16)|atomic_(pk_)?add_[bf]\d+", code)),
+                "fma": len(re.findall(r"\bfma\.[\w.]*f(32|16x2|16)|\bv_(pk_)?fma[ck]?_f(32|16)\b", code))}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""The reduction law. On a GPU: every schedule against the reference schedule, bit for bit. Anywhere: every schedule
+compiles for the chips it is meant for, and holds no float atomic and no fused multiply-add that nobody wrote."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import defaultdict
+
+import pytest
+import torch
+from conftest import HAS_GPU, ROOT, TINY
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import kernels
+from engine import LLM
+from kernels import same_bits, tiles
+from sampler import SamplingParams
+
+SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
+NUMERICS = {  # kernel -> constants that decide bits; they may not change with the number of rows
+    "linear_kernel": ("LEAVES", "LEAF", "PRECISION"),
+    "rms_norm_kernel": ("BLOCK", "num_warps"),
+    "rotary_and_cache_kernel": ("HEADS", "BLOCK_SIZE", "num_warps"),
+    "paged_attention_kernel": ("TILE", "SPLIT", "PRECISION"),
+    "logprobs_kernel": ("SCALE_BITS",),
+    "sample_kernel": ("SCALE_BITS",),
+}
+REDUCING = ("mm", "sum", "mean", "softmax", "norm", "argmax", "amax", "max", "topk", "sort", "cumsum", "prod", "var",
+            "std", "einsum", "linear", "conv", "attention", "dot", "logsumexp", "matmul", "scatter_add", "index_add")
+
+
+def compile_schedules(*args) -> list[dict]:
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, ROOT / "tests" / "compile_schedules.py", *args], env=env, text=True,
+                          capture_output=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_every_schedule_compiles_for_its_chips():
+    found = compile_schedules()
+    assert {f["target"] for f in found} == set(SHARED_LIMIT)
+    assert {f["kernel"] for f in found if f["target"] == "sm_100"} >= set(NUMERICS) | {"merge_kernel", "argmax_kernel"}
+    for f in found:
+        assert f["shared"] <= SHARED_LIMIT[f["target"]], f
+        if f["table"] == "conservative":
+            assert f["shared"] <= 99 * 1024, f
+        assert f["float_atomics"] == 0, f
+        if f["target"] != "gfx942":  # compiled, but no claim is made for AMD's code
+            # Written ones: an fp32 dot is a chain of them ("ieee"), and so is the logarithm of CUDA's libdevice.
+            is_fp32_dot = f["kernel"] == "linear_kernel" and "'BLOCK_K': 32" in f["constants"] and f["shared"] < 12000
+            assert f["fma"] == 0 or is_fp32_dot or f["kernel"] in ("sample_kernel", "logprobs_kernel"), f
+
+
+def test_no_numerics_constant_follows_the_batch():
+    """Field bug 1: a block size chosen by the number of rows."""
+    values = defaultdict(set)
+    rows = set()
+    for launch in compile_schedules("contract"):
+        rows.add(launch["rows"])
+        for name in NUMERICS.get(launch["kernel"], ()):
+            shape = tuple(launch.get(k) for k in ("N", "K", "HEAD_DIM"))
+            values[launch["kernel"], shape, name].add(launch[name])
+    assert len(rows) == 6 and {kernel for kernel, _, _ in values} == set(NUMERICS)
+    for key, seen in values.items():
+        assert len(seen) == 1, (key, seen)
+
+
+class Recorder(TorchDispatchMode):
+    """Names of the library ops that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_library_op_reduces_between_input_ids_and_token(tmp_path):
+    """The engine on the Triton table (interpreted without a GPU): field bugs 10 and 11, a pinned path never reached."""
+    config = TINY | {"num_hidden_layers": 1, "torch_dtype": "bfloat16" if HAS_GPU else "float32"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    device = torch.device("cuda" if HAS_GPU else "cpu")
+    llm = LLM(tmp_path, load_format="dummy", ops=kernels.triton_ops(device), num_gpu_blocks_override=8, progress=False,
+              enforce_eager=True)
+    with Recorder() as recorder:
+        outputs = llm.generate([[5, 6, 7], [9]], [
+            SamplingParams(temperature=0.9, seed=1, top_p=0.9, top_k=9, max_tokens=2, logprobs=1, ignore_eos=True),
+            SamplingParams(temperature=0.0, max_tokens=2, repetition_penalty=1.3, prompt_logprobs=0, ignore_eos=True)])
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [2, 2]
+    assert recorder.names, "nothing was recorded"
+    bad = {n for n in recorder.names if any(n.strip("_") == r or n.startswith((r + "_", "_" + r)) for r in REDUCING)}
+    assert not bad, f"library reductions on the path to a token: {bad}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("table", ["auto", "conservative"])
+def test_every_schedule_gives_the_reference_bits(table, dtype):
+    from selfcheck import check_schedules
+
+    device = torch.device("cuda")
+    auto = tiles.schedules("auto", torch.cuda.get_device_capability())
+    lengths = (512, 576, 1536, 2048, 3072, 4096, 9728, 12288) if table == "auto" else (576, 4096)
+    checks = list(check_schedules(device, dtype, tiles.CONSERVATIVE if table == "conservative" else auto, lengths))
+    assert {c.op for c in checks} == {"linear", "attention", "rms_norm", "rotary"}
+    assert not [c for c in checks if not c.same]
+
+
+@pytest.mark.gpu
+def test_past_two_to_the_31_elements():
+    """Addresses are int64: an output, and a cache, of more than 2^31 elements."""
+    ops = kernels.make_ops(torch.device("cuda"))
+    x = torch.randn(35000, 128, device="cuda", dtype=torch.bfloat16)
+    w = torch.randn(65536, 128, device="cuda", dtype=torch.bfloat16)
+    out = ops.linear(x, w, None, 1, torch.bfloat16)
+    assert out.numel() > 2**31 and same_bits(out[-1:], ops.linear(x[-1:], w, None, 1, torch.bfloat16))
+    del x, w, out
+    import test_kernels
+
+    args, _ = test_kernels.attention_case(ops, torch.bfloat16, [1, 70], [300, 70], 32, 8, 128, False)
+    small = ops.paged_attention(*args)
+    q, k, v, work, scale = args
+    far = 35000  # x 8 x 64 x 128 elements a block
+    big = [torch.full((far + len(c), *c.shape[1:]), float("nan"), dtype=c.dtype, device="cuda") for c in (k, v)]
+    for cache, pages in zip(big, (k, v), strict=True):
+        cache[far:] = pages
+    work.block_tables.add_(far)
+    assert big[0].numel() > 2**31 and same_bits(ops.paged_attention(q, *big, work, scale), small)
+
+
+@pytest.mark.gpu
+def test_a_kernel_launched_twice_gives_the_same_bits(tiny_folder):
+    """Field bug 28."""
+    ops = kernels.make_ops(torch.device("cuda"))
+    x = torch.randn(33, 12288, device="cuda", dtype=torch.bfloat16)
+    w = torch.randn(4096, 12288, device="cuda", dtype=torch.bfloat16)
+    first = ops.linear(x, w, None, 2, torch.bfloat16)
+    assert all(same_bits(ops.linear(x, w, None, 2, torch.bfloat16), first) for _ in range(200))
+
+
+@pytest.mark.gpu
+def test_reference_schedule_and_graphs_change_no_bit(tiny_folder):
+    """`--schedule reference`, eager and graph replay: one answer."""
+    found = []
+    for options in ({"schedule": "reference"}, {"enforce_eager": True}, {}):
+        llm = LLM(tiny_folder, load_format="dummy", num_gpu_blocks_override=64, progress=False, **options)
+        outputs = llm.generate([[5, 6, 7], list(range(4, 300))], SamplingParams(
+            temperature=0.7, seed=3, max_tokens=20, logprobs=0, ignore_eos=True))
+        found.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs])
+    assert found[0] == found[1] == found[2]

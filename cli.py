@@ -39,7 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--load-format", choices=["auto", "dummy"], default="auto", help="dummy: random weights, to measure speed")
 
     defaults = "the checkpoint's generation_config.json gives the default"
-    add = parser.add_argument_group("sampling", "An answer is a function of the prompt, these and the model.").add_argument
+    add = parser.add_argument_group("sampling", "An answer is a function of prompt, model and these.").add_argument
     add("--max-tokens", type=int, metavar="N", help="most tokens to generate (default: 512, or what fits)")
     add("--min-tokens", type=int, default=0, metavar="N", help="end tokens and stop strings do not count before N")
     add("--temperature", type=float, metavar="T", help=f"0 is greedy; {defaults}, else 1")
@@ -62,14 +62,14 @@ def build_parser() -> argparse.ArgumentParser:
     add("--max-model-len", type=int, metavar="N", help="longest prompt + output (default: what model and cache allow)")
     add("--max-num-seqs", type=int, default=256, metavar="N", help="most sequences in a step (default: %(default)s)")
     add("--max-num-batched-tokens", type=int, metavar="N", help="most tokens in a step (default: 8192, on CPU 512)")
-    add("--gpu-memory-utilization", type=float, default=0.85, metavar="F", help="share of the GPU (default: %(default)s)")
+    add("--gpu-memory-utilization", type=float, default=0.85, metavar="F", help="share of it (default: %(default)s)")
     add("--num-gpu-blocks-override", type=int, metavar="N", help="size of the KV cache in blocks of 64 tokens")
     add("--no-enable-prefix-caching", action="store_true")
     add("--enforce-eager", action="store_true", help="no CUDA graphs")
 
     add = parser.add_argument_group("output").add_argument
-    add("--json", action="store_true", help="one JSON object a completion and line: text, token ids, exact logprobs ...")
-    add("--fingerprint", action="store_true", help="print the fingerprint, which names all that may change bits, and end")
+    add("--json", action="store_true", help="one JSON object a completion: text, token ids, exact logprobs ...")
+    add("--fingerprint", action="store_true", help="print the name of everything that may change bits, and end")
     return parser
 
 

@@ -359,7 +359,8 @@ class LLM:
             raise ValueError("this model folder has no tokenizer.json, so it cannot chat")
         return self.tokenizer.apply_chat_template(messages, **template)
 
-    def stream(self, prompt: str | list[int], params: SamplingParams | None = None, **options) -> Iterator[RequestOutput]:
+    def stream(self, prompt: str | list[int], params: SamplingParams | None = None,
+               **options) -> Iterator[RequestOutput]:
         """Complete one prompt, yielding the request after each new token (see `CompletionOutput.delta`)."""
         request_id = self.add_request(prompt, params, **options)
         try:

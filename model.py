@@ -7,7 +7,6 @@ requests, scheduling or sampling.
 
 import hashlib
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -197,8 +196,8 @@ class Layer:
 class Model:
     """A decoder-only transformer over `ops`.
 
-    `weights` maps every Hugging Face tensor name to the view of the (merged) parameter that holds it; loading, random
-    weights and in-place updates all write through it.
+    `weights` maps every Hugging Face tensor name to the view of the (merged) parameter that holds it; loading and
+    random weights write through it.
     """
 
     def __init__(self, config: ModelConfig, ops: Ops, device: torch.device, dtype: torch.dtype, max_model_len: int):
@@ -319,15 +318,6 @@ class Model:
                 mean, std = 0.0, gain / (view.shape[-1] ** 0.5 if view.dim() == 2 else 10.0)
             view.copy_(torch.empty_like(view, dtype=torch.float32).normal_(mean, std, generator=generator)
                        .to(self.dtype))
-
-    def update(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Overwrite parameters in place; names and shapes as in the checkpoint."""
-        for name, tensor in tensors:
-            if name not in self.weights or self.weights[name].shape != tensor.shape:
-                known = self.weights.get(name)
-                raise ValueError(f"{name}: expected {'no such tensor' if known is None else tuple(known.shape)}, "
-                                 f"got {tuple(tensor.shape)}")
-            self.weights[name].copy_(tensor.to(self.dtype))
 
 
 def check_names(shapes: dict[str, tuple], expected: dict[str, torch.Tensor], head: str) -> None:

@@ -9,7 +9,8 @@ from kernels.tiles import LinearSchedule, leaf_length
 
 @triton.jit
 def leaf_sum(x_ptrs, w_ptrs, mask_m, mask_n, k_start, K: tl.constexpr, LEAF: tl.constexpr, EVEN_N: tl.constexpr,
-             EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr):
+             EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+             PRECISION: tl.constexpr):
     # The chain along K. `tl.dot` onto one accumulator gives the same bits for every tile shape (design law 1).
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     offs_k = tl.arange(0, BLOCK_K)

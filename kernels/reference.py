@@ -1,8 +1,9 @@
 """The plain-torch twin of every op, and the CPU backend.
 
 Batch invariance by construction, from three rules:
-1. A product is a `torch.bmm` whose every entry has one fixed shape, [ROWS, K] x [K, COLUMNS], padded where needed. The
-   number of entries follows the batch; what runs inside an entry does not. Sums of a row are products with ones.
+1. A product is a `torch.bmm` whose every entry has one fixed shape, a row [1, K] by a tile [K, COLUMNS]. The number of
+   entries follows the batch; what runs inside an entry does not. Sums of a row are products with ones. (Taller entries
+   serve many rows up to three times faster, and one row half as fast, in other bits: a CPU mostly serves one.)
 2. exp2 and log run on chunks of exactly LANES elements: the library's vector loops treat the tail of an array, or of a
    thread's share, with other code.
 3. Everything else is +, -, *, /, sqrt, max or a comparison: correctly rounded or exact, whatever the loop around it.
@@ -12,46 +13,37 @@ Products are fp32: a product of two bf16 or fp16 numbers is exact in it, so `x.f
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from kernels.tiles import KV_SPLIT, KV_TILE, LOGPROB_SCALE_BITS, leaf_length
 
-ROWS, COLUMNS, LANES = 8, 64, 4096
+COLUMNS, LANES = 64, 4096
 MAX_ITEMS = 256  # attention items in flight: bounds memory, changes nothing else
 
 
 def tiled_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x @ weight.T in fp32 by entries of one fixed shape. x: [M, K] fp32; weight: [N, K] fp32; returns [M, N]."""
-    M, K = x.shape
-    N = weight.shape[0]
-    x = F.pad(x, (0, 0, 0, -M % ROWS)).contiguous()
-    full = N // COLUMNS * COLUMNS
-    parts = [weight[:full].unflatten(0, (-1, COLUMNS))] if full else []
+    (M, K), N = x.shape, weight.shape[0]
+    rows, full = x.unsqueeze(1), N // COLUMNS
+    tiles = weight[: full * COLUMNS].unflatten(0, (-1, COLUMNS)).transpose(1, 2) if full else ()
+    parts = []
+    if 0 < M <= full:  # one call a row, over all column tiles, or one a column tile, over all rows
+        parts.append(torch.cat([torch.bmm(row.expand(full, 1, K), tiles).view(1, -1) for row in rows]))
+    else:
+        parts += [torch.bmm(rows, tile.expand(M, K, COLUMNS)).squeeze(1) for tile in tiles]
     if N % COLUMNS:
-        parts.append(F.pad(weight[full:], (0, 0, 0, COLUMNS - N % COLUMNS)).unsqueeze(0))
-    out = torch.empty((x.shape[0], sum(p.shape[0] for p in parts) * COLUMNS))
-    rows, column = x.view(-1, ROWS, K), 0
-    for part in parts:
-        span = out[:, column : column + part.shape[0] * COLUMNS]
-        if rows.shape[0] <= part.shape[0]:
-            for i, tile in enumerate(rows):
-                y = torch.bmm(tile.expand(part.shape[0], ROWS, K), part.transpose(1, 2))
-                span[i * ROWS : (i + 1) * ROWS].view(ROWS, -1, COLUMNS).copy_(y.transpose(0, 1))
-        else:
-            for j, tile in enumerate(part):
-                y = torch.bmm(rows, tile.T.expand(rows.shape[0], K, COLUMNS))
-                span[:, j * COLUMNS : (j + 1) * COLUMNS] = y.view(-1, COLUMNS)
-        column += part.shape[0] * COLUMNS
-    return out[:M, :N]
+        edge = F.pad(weight[full * COLUMNS :], (0, 0, 0, -N % COLUMNS)).T.expand(M, K, COLUMNS)
+        parts.append(torch.bmm(rows, edge).squeeze(1)[:, : N % COLUMNS])
+    return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
 
 
 def row_sum(x: torch.Tensor) -> torch.Tensor:
     """Sum of the last axis as a product with ones. x: [M, K] fp32; returns [M, 1]."""
     M, K = x.shape
-    rows = F.pad(x, (0, 0, 0, -M % ROWS)).view(-1, ROWS, K)
-    return torch.bmm(rows, torch.ones((1, K, ROWS)).expand(rows.shape[0], K, ROWS)).view(-1, ROWS)[:M, :1]
+    return torch.bmm(x.unsqueeze(1), torch.ones((1, K, 8)).expand(M, K, 8))[:, 0, :1]
 
 
 def by_lanes(function, x: torch.Tensor) -> torch.Tensor:
@@ -112,80 +104,101 @@ def rotary_and_cache(qkv, q_norm, k_norm, eps, cos_sin, positions, slot_mapping,
     return rotate(q, q_norm)
 
 
-def attention_items(q, k_cache, v_cache, work, items, scale, R, kv_split):
-    """Run `items` (a list of work items) in lockstep over splits. Returns [(rows, out [rows, heads, D])]."""
-    dtype = q.dtype
-    num_heads, D = q.shape[1], q.shape[2]
-    Hkv = k_cache.shape[1]
-    group = num_heads // Hkv
-    A = len(items)
-    first_pos = work.positions[[item[1] for item in items]].long()
-    num_query = torch.tensor([item[2] for item in items])
-    seqs = torch.tensor([item[0] for item in items])
-    # Row r of an item is token r // group, head r % group, as on the GPU.
-    rows = torch.zeros((A, Hkv, R, D))
-    for i, (_, token, count, *_) in enumerate(items):
-        tile = q[token : token + count].view(count, Hkv, group, D).transpose(0, 1)
-        rows[i, :, : count * group] = tile.reshape(Hkv, count * group, D).float()
-    pos = first_pos[:, None] + torch.arange(R) // group  # [A, R]
-    num_keys = first_pos + num_query
-    m = torch.full((A, Hkv, R, 1), -torch.inf)
-    l, acc = torch.zeros((A, Hkv, R, 1)), torch.zeros((A, Hkv, R, D))
-    ones = torch.ones((1, KV_TILE, ROWS))
-    per_split = kv_split // KV_TILE
-    for split in range(-(-int(num_keys.max()) // kv_split)):
-        live = torch.nonzero(num_keys > split * kv_split).flatten()
-        T = min(per_split, -(-int(num_keys[live].max() - split * kv_split) // KV_TILE))
-        keys = split * kv_split + torch.arange(T * KV_TILE)
-        # Pages past a sequence's end are masked; page 0 stands in for them.
-        width = work.block_tables.shape[1]
-        tables = work.block_tables[seqs[live]][:, [min(split * per_split + t, width - 1) for t in range(T)]].long()
-        tables = torch.where(keys[None, ::KV_TILE] < num_keys[live, None], tables, 0)
-        written = (keys < num_keys[live, None]).view(-1, T, 1, KV_TILE, 1)
-        k = k_cache[tables].float().masked_fill(~written, 0.0).transpose(1, 2).flatten(0, 1)  # [L * Hkv, T, tile, D]
-        v = v_cache[tables].float().masked_fill(~written, 0.0).transpose(1, 2).flatten(0, 1)
-        L = len(live)
-        x = rows[live].view(L * Hkv, 1, R, D).expand(-1, T, R, D).reshape(-1, R, D)
-        scores = torch.bmm(x, k.flatten(0, 1).transpose(1, 2)).view(L, Hkv, T, R, KV_TILE) * (scale * math.log2(math.e))
-        visible = keys.view(1, 1, T, 1, KV_TILE) <= pos[live].view(L, 1, 1, R, 1)
-        scores = scores.masked_fill(~visible, -torch.inf)
-        # Running maxima, tile by tile: max is exact, so the exponentials of all tiles can be taken at once.
-        peaks = scores.amax(-1, keepdim=True)
-        running = [torch.full_like(peaks[:, :, 0], -torch.inf)]
-        for t in range(T):
-            running.append(torch.maximum(running[-1], peaks[:, :, t]))
-        running = torch.stack(running, 2)  # [L, Hkv, T + 1, R, 1]
-        safe = running[:, :, 1:].masked_fill(running[:, :, 1:] == -torch.inf, 0.0)
-        exps = by_lanes(torch.exp2, torch.cat([scores - safe, running[:, :, :-1] - safe], -1))
-        p, alpha = exps[..., :KV_TILE].to(dtype).float().reshape(-1, R, KV_TILE), exps[..., KV_TILE:]
-        sums = torch.bmm(p, ones.expand(p.shape[0], KV_TILE, ROWS))[..., :1].view(L, Hkv, T, R, 1)
-        values = torch.bmm(p, v.flatten(0, 1)).view(L, Hkv, T, R, D)
-        split_l, split_acc = torch.zeros((L, Hkv, R, 1)), torch.zeros((L, Hkv, R, D))
-        for t in range(T):
-            split_l = split_l * alpha[:, :, t] + sums[:, :, t]
-            split_acc = split_acc * alpha[:, :, t] + values[:, :, t]
-        # The merge, in position order. A row that sees nothing of this split is left exactly as it was.
-        m_new = torch.maximum(m[live], running[:, :, -1])
-        m_safe = m_new.masked_fill(m_new == -torch.inf, 0.0)
-        a, b = by_lanes(torch.exp2, torch.cat([m[live] - m_safe, running[:, :, -1] - m_safe], -1)).split(1, -1)
-        l[live] = l[live] * a + split_l * b
-        acc[live] = acc[live] * a + split_acc * b
-        m[live] = m_new
-    out = (acc / l).to(dtype)
-    for i, (_, _, count, *_) in enumerate(items):
-        tile = out[i, :, : count * group].view(Hkv, count, group, D).transpose(0, 1)
-        yield items[i][1], tile.reshape(count, num_heads, D)
+@dataclass(frozen=True)
+class SplitView:
+    """What `items` of a `LockStep` see of one KV split: pages, which slots are written, which keys are visible."""
+
+    live: torch.Tensor  # [L] items with keys in this split
+    pages: torch.Tensor  # [L, T]
+    written: torch.Tensor  # [L, T, 1, KV_TILE, 1] bool
+    visible: torch.Tensor  # [L, 1, T, R, KV_TILE] bool
+
+
+class LockStep:
+    """Work items that walk their splits together, and their index arithmetic: the same for every layer of a step.
+
+    Row r of an item is token r // group, head r % group of its KV head, as on the GPU.
+    """
+
+    def __init__(self, work, items: list[list[int]], num_heads: int, num_kv_heads: int, R: int, kv_split: int):
+        group = num_heads // num_kv_heads
+        item = torch.tensor(items)
+        seqs, tokens, counts = item[:, 0], item[:, 1], item[:, 2]
+        first_pos = work.positions[tokens].long()
+        row = torch.arange(R)
+        position = first_pos[:, None] + row // group  # [A, R]
+        num_keys = first_pos + counts
+        head = torch.arange(num_kv_heads)[:, None] * group + row % group  # [Hkv, R]
+        index = (tokens[:, None, None] + row // group) * num_heads + head
+        self.valid = (row < counts[:, None, None] * group).expand_as(index)
+        self.rows = torch.where(self.valid, index, 0)  # [A, Hkv, R] into q viewed as [-1, head_dim]
+        self.destination = index[self.valid]
+        self.splits = []
+        for start in range(0, int(num_keys.max()), kv_split):
+            live = torch.nonzero(num_keys > start).flatten()
+            T = min(kv_split // KV_TILE, -(-(int(num_keys.max()) - start) // KV_TILE))
+            keys = start + torch.arange(T * KV_TILE).view(T, KV_TILE)
+            columns = (start // KV_TILE + torch.arange(T)).clamp(max=work.block_tables.shape[1] - 1)
+            limit = num_keys[live, None]
+            pages = torch.where(keys[:, 0] < limit, work.block_tables[seqs[live]][:, columns].long(), 0)
+            self.splits.append(SplitView(
+                live, pages, (keys < limit[..., None]).view(len(live), T, 1, KV_TILE, 1),
+                keys[:, None] <= position[live].view(-1, 1, 1, R, 1)))
+
+    def attend(self, q, k_cache, v_cache, scale: float) -> torch.Tensor:
+        """Outputs of all items' rows: [num_valid_rows, head_dim] in the order of `destination`."""
+        dtype, D = q.dtype, q.shape[-1]
+        A, Hkv, R = self.rows.shape
+        rows = q.reshape(-1, D)[self.rows].float()
+        m = torch.full((A, Hkv, R, 1), -torch.inf)
+        l, acc = torch.zeros((A, Hkv, R, 1)), torch.zeros((A, Hkv, R, D))
+        ones = torch.ones((1, KV_TILE, 8))
+        for split in self.splits:
+            L, T = split.pages.shape
+            every = L == A
+            k, v = k_cache[split.pages].float(), v_cache[split.pages].float()  # [L, T, Hkv, KV_TILE, D]
+            v = v.masked_fill(~split.written, 0.0)  # 0 x NaN must not reach a sum; scores are masked instead
+            k, v = (t.transpose(1, 2).reshape(-1, KV_TILE, D) for t in (k, v))
+            x = (rows if every else rows[split.live]).unsqueeze(2).expand(L, Hkv, T, R, D).reshape(-1, R, D)
+            scores = torch.bmm(x, k.transpose(1, 2)).view(L, Hkv, T, R, KV_TILE) * (scale * math.log2(math.e))
+            scores = torch.where(split.visible, scores, -torch.inf)
+            # Running maxima, tile by tile: max is exact, so the exponentials of all tiles can be taken at once.
+            running = torch.cat([torch.full((L, Hkv, 1, R, 1), -torch.inf), scores.amax(-1, keepdim=True)], 2)
+            running = running.cummax(2).values
+            safe = running.masked_fill(running == -torch.inf, 0.0)[:, :, 1:]
+            exps = by_lanes(torch.exp2, torch.cat([scores, running[:, :, :-1]], -1) - safe)
+            p = exps[..., :KV_TILE].to(dtype).float().reshape(-1, R, KV_TILE)
+            sums = torch.bmm(p, ones.expand(len(p), KV_TILE, 8))[..., :1].view(L, Hkv, T, R, 1)
+            values = torch.bmm(p, v).view(L, Hkv, T, R, D)
+            split_l, split_acc = sums[:, :, 0], values[:, :, 0]
+            for t in range(1, T):
+                alpha = exps[:, :, t, :, KV_TILE:]
+                split_l = split_l * alpha + sums[:, :, t]
+                split_acc = split_acc * alpha + values[:, :, t]
+            # The merge, in position order. A row that sees nothing of this split is left exactly as it was.
+            before = (m, l, acc) if every else (m[split.live], l[split.live], acc[split.live])
+            m_new = torch.maximum(before[0], running[:, :, -1])
+            m_safe = m_new.masked_fill(m_new == -torch.inf, 0.0)
+            a, b = by_lanes(torch.exp2, torch.cat([before[0], running[:, :, -1]], -1) - m_safe).split(1, -1)
+            after = m_new, before[1] * a + split_l * b, before[2] * a + split_acc * b
+            if every:
+                m, l, acc = after
+            else:
+                m[split.live], l[split.live], acc[split.live] = after
+        return (acc / l)[self.valid].to(dtype)
 
 
 def paged_attention(q, k_cache, v_cache, work, scale, kv_split=KV_SPLIT):
-    group = q.shape[1] // k_cache.shape[1]
-    R = max(16, group)
+    num_heads, num_kv_heads = q.shape[1], k_cache.shape[1]
+    key = num_heads, num_kv_heads, kv_split
+    if key not in work.host_plans:
+        items = work.prefill_items.tolist() + work.decode_items.tolist()
+        R = max(16, num_heads // num_kv_heads)
+        work.host_plans[key] = [LockStep(work, items[i : i + MAX_ITEMS], num_heads, num_kv_heads, R, kv_split)
+                                for i in range(0, len(items), MAX_ITEMS)]
     out = torch.empty_like(q)
-    items = work.prefill_items.tolist() + work.decode_items.tolist()
-    for start in range(0, len(items), MAX_ITEMS):
-        part = items[start : start + MAX_ITEMS]
-        for token, rows in attention_items(q, k_cache, v_cache, work, part, scale, R, kv_split):
-            out[token : token + len(rows)] = rows
+    for plan in work.host_plans[key]:
+        out.view(-1, q.shape[2])[plan.destination] = plan.attend(q, k_cache, v_cache, scale)
     return out
 
 

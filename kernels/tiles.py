@@ -25,7 +25,7 @@ NUMERICS = {
     "linear": "fp32 accumulate along K, leaves added in order as a chain, bias in fp32, rounded once",
     "leaves": "2 for N <= 8192 and K >= 2048, else 1; a leaf is a multiple of 128",
     "swiglu": "gate and up rounded to dtype; gate / (1 + exp(-gate)) * up in fp32, rounded once",
-    "attention": "fp32 scores scaled once by scale*log2(e), exp2, P in dtype, row sum of the rounded P by dot with ones",
+    "attention": "fp32 scores scaled once by scale*log2(e), exp2, P in dtype, row sum of the rounded P by a dot",
     "kv_tile": str(KV_TILE),
     "kv_split": str(KV_SPLIT),
     "kv_dtype": "model dtype",

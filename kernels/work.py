@@ -4,7 +4,7 @@ Planned once a step on the host with NumPy. How the work is cut is schedule: it 
 cut adds the same splits in the same order.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ class AttentionWork:
     block_tables: [num_seqs, max_blocks] int32; positions: [num_tokens] int32
     prefill_items, decode_items: [*, ITEM_FIELDS] int32; merges: [*, MERGE_FIELDS] int32
     counts: [3] int32, live entries of the three lists (a CUDA graph's grid is fixed; its lists are not)
+    host_plans: what the CPU backend works out from these lists once a step, for all layers
     """
 
     block_tables: torch.Tensor
@@ -35,6 +36,7 @@ class AttentionWork:
     merge_grid: int
     split_decode: bool
     max_partials: int
+    host_plans: dict = field(default_factory=dict)
 
 
 def plan_prefill(query_starts, query_lens, seq_lens, query_tile: int) -> np.ndarray:

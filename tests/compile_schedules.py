@@ -109,8 +109,9 @@ def main() -> None:
             print(json.dumps({
                 "kernel": kernel.__name__, "target": target, "table": table.name, "shared": result.metadata.shared,
                 "constants": str(constants),
-                "float_atomics": len(re.findall(r"(atom|red)\.[\w.:]*\.(f16|f32|f64|bf16)|atomic_(pk_)?add_[bf]\d+", code)),
-                "fma": len(re.findall(r"\bfma\.[\w.]*f(32|16x2|16)|\bv_(pk_)?fma[ck]?_f(32|16)\b", code))}), flush=True)
+                "float_atomics": len(re.findall(r"(atom|red)\.[\w.:]*\.b?f\d+|atomic_(pk_)?add_[bf]\d+", code)),
+                # bf16 is left out: sm_80 has no bf16 multiply and spells it fma(a, b, -0).
+                "fma": len(re.findall(r"\bfma\.[\w.]*\.f(?:64|32|16x2|16)\b", code))}), flush=True)
 
 
 if __name__ == "__main__":

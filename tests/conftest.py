@@ -13,10 +13,15 @@ sys.path.insert(0, str(ROOT))
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
+    torch.set_num_threads(1)  # one worker a core; tests that are about threads set their own
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA GPU (run with: python -m pytest -m gpu)")
+
+
+def pytest_xdist_auto_num_workers():
+    return 1 if HAS_GPU else None  # one process on a GPU, whose memory and timing it must not share
 
 
 def pytest_collection_modifyitems(items):

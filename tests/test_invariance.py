@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import HAS_GPU, ROOT, TINY
-from twins import batch_dependent
 
 import kernels
+from benchmarks.twins import batch_dependent
 from engine import LLM
 from kernels import same_bits
 from sampler import SamplingParams

@@ -1,4 +1,4 @@
-"""Each op against a float64 formula, on odd sizes and poisoned outputs: Triton (interpreted without a GPU) and torch."""
+"""Each op against a float64 formula, on odd sizes and poisoned outputs: Triton (interpreted if need be) and torch."""
 
 import math
 
@@ -127,7 +127,7 @@ def test_rotary_and_cache(ops, dtype, norm, heads, kv_heads, D):
 
 
 def attention_case(ops, dtype, query_lens, seq_lens, heads, kv_heads, D, split, seed=0):
-    """Random q and a scattered cache, NaN wherever no key was written; returns the op's arguments and the dense K, V."""
+    """Random q and a scattered cache, NaN where no key was written; returns the op's arguments and the dense K, V."""
     pages = [-(-n // KV_TILE) for n in seq_lens]
     order = np.random.default_rng(seed).permutation(sum(pages) + 2)
     tables = np.zeros((len(seq_lens), max(pages)), np.int32)

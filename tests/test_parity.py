@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, TINY
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from engine import LLM
 from kernels import same_bits
-from model import ModelConfig, rotary_frequencies
+from model import ModelConfig, rotary_frequencies, rotary_table
 from sampler import SamplingParams
 
 SMOLLM2 = ROOT / "models" / "SmolLM2-135M-Instruct"
@@ -159,6 +159,42 @@ def test_spellings_of_yarn_are_one():
     assert not same_bits(found[3][0], found[0][0]) and found[3][1] != found[0][1]
 
 
+def test_the_rotary_table_is_as_long_as_any_context(tiny):
+    """Field bug 110: contexts longer than the table are admitted; a row must not depend on the table's length."""
+    options = dict(hf_overrides={"max_position_embeddings": 500}, num_gpu_blocks_override=10, progress=False)
+    llm = LLM(tiny[0]["llama"], device="cpu", **options)
+    assert llm.max_model_len == 500 == len(llm.model.cos_sin)
+    output = llm.generate(PROMPT_IDS * 3 + PROMPT_IDS[:44], SamplingParams(max_tokens=64, ignore_eos=True))[0]
+    assert len(output.outputs[0].token_ids) == 6 and output.outputs[0].finish_reason == "length"
+    for name in ("llama", "yarn_type", "llama3_rope_biased"):
+        config = ModelConfig.from_dict(CONFIGS[name])
+        assert same_bits(rotary_table(config, 2048)[:500], rotary_table(config, 500))
+
+
+@pytest.mark.parametrize("tied, head, refused", [
+    (True, "other", r"lm_head\.weight differs"), (False, None, r"lm_head\.weight is missing"),
+    (True, "copy", None), (True, None, None), (False, "other", None)])
+def test_the_tie_flag_and_the_tensors(tmp_path, tied, head, refused):
+    """Field bug 112: a head that is overwritten, random or missing without an error."""
+
+    def write(name: str, tied: bool, head: str | None) -> Path:
+        folder = write_checkpoint(tmp_path / name, QWEN3 | {"tie_word_embeddings": False})
+        (folder / "config.json").write_text(json.dumps(QWEN3 | {"tie_word_embeddings": tied}))
+        tensors = load_file(folder / "model.safetensors")
+        own, embed = tensors.pop("lm_head.weight"), tensors["model.embed_tokens.weight"]
+        heads = {"other": own, "copy": embed.clone()}
+        save_file(tensors | ({"lm_head.weight": heads[head]} if head else {}), folder / "model.safetensors")
+        return folder
+
+    folder = write("found", tied, head)
+    if refused:
+        with pytest.raises(ValueError, match=refused):
+            LLM(folder, device="cpu", progress=False)
+    else:  # the yardstick: embedding and head are two tensors, alike
+        is_tied = same_bits(our_logits(folder, "float32"), our_logits(write("copy", False, "copy"), "float32"))
+        assert is_tied == (head != "other")
+
+
 PROMPTS = ["The capital of France is", "Once upon a time, in a village by the sea,", "def fibonacci(n):\n",
            "Q: What is 17 + 25?\nA:", "Größe und Übermut sind", "1, 1, 2, 3, 5, 8,", " ", "Dear Sir or Madam,\n\n" * 20]
 MESSAGES = [{"role": "user", "content": "Name three colours."}, {"role": "assistant", "content": "Red, green, blue."},
@@ -176,7 +212,7 @@ def test_smollm2_greedy_is_token_for_token(tmp_path):
     assert [output.prompt_token_ids for output in outputs] == expected["prompt_ids"]
     assert found == expected["chosen"]
     for ids in found:
-        assert len(ids) == 64 and expected["eos"] not in ids[:-1] or ids.index(expected["eos"]) == len(ids) - 1
+        assert len(ids) == (ids.index(expected["eos"]) + 1 if expected["eos"] in ids else 64)
     chat = llm.apply_chat_template(MESSAGES)
     assert chat == expected["chat"]
     assert llm.tokenizer.encode(chat, add_special_tokens=False) == expected["chat_ids"]

@@ -100,7 +100,7 @@ def test_no_library_op_reduces_between_input_ids_and_token(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("table", ["auto", "conservative"])
 def test_every_schedule_gives_the_reference_bits(table, dtype):
-    from selfcheck import check_schedules
+    from tools.selfcheck import check_schedules
 
     device = torch.device("cuda")
     auto = tiles.schedules("auto", torch.cuda.get_device_capability())

@@ -38,7 +38,8 @@ def byte_level(around: str = "$A") -> Backend:
     # Strings of up to three letters, so that a test can cut a text as it likes; one that no byte alphabet spells; an
     # E and half an é (Ã stands for the byte 0xC3).
     backend.add_tokens([AddedToken(token, normalized=False) for token in
-                        ["DEF", "HI", " é", "EÃ", *(a + b + c for a in "pqr" for b in "pqr" for c in ["", "p", "q", "r"])]])
+                        ["DEF", "HI", " é", "EÃ",
+                         *(a + b + c for a in "pqr" for b in "pqr" for c in ["", "p", "q", "r"])]])
     return backend
 
 

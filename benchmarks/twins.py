@@ -43,7 +43,7 @@ def batch_dependent(ops: Ops) -> Ops:
         items = [t.clone() for t in (work.prefill_items, work.decode_items)]
         for item in items:  # splits past the last key are empty, and exact no-ops
             item[:, 4] *= KV_SPLIT // split
-        work = replace(work, prefill_items=items[0], decode_items=items[1])
+        work = replace(work, prefill_items=items[0], decode_items=items[1], host_plans={})
         return ops.paged_attention(q, k_cache, v_cache, work, scale, kv_split=split)
 
     return replace(ops, linear=linear, paged_attention=paged_attention, split_decode=lambda num_seqs, heads: False)

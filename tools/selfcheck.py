@@ -1,17 +1,36 @@
 """The reduction law, tested where it runs: every schedule of a table against the reference schedule, bit for bit.
 
+    python tools/selfcheck.py [--dtype bfloat16] [--table auto]
+
 The law says that tiles, warps, stages and the way work is shared leave the bits alone. That is an observation about a
-compiler and a chip, so it is checked on the machine at hand, on random and on hard inputs.
+compiler and a chip, so it is checked on the machine at hand, on random and on hard inputs. Exit code 1 if a schedule
+differs.
 """
 
+import argparse
+import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from kernels import same_bits
-from kernels.tiles import KV_TILE, REFERENCE, AttentionSchedule, LinearSchedule, Schedules, leaf_count
+from kernels.tiles import (
+    CONSERVATIVE,
+    KV_TILE,
+    REFERENCE,
+    AttentionSchedule,
+    LinearSchedule,
+    Schedules,
+    leaf_count,
+    schedules,
+)
 from kernels.work import AttentionWork, plan_decode, plan_prefill
 
 INPUTS = {  # what numbers look like, by name: shape, generator -> fp32 tensor
@@ -175,3 +194,26 @@ def check_schedules(device: torch.device, dtype: torch.dtype, table: Schedules,
     yield from check_rotary(device, dtype)
     yield from check_attention(device, dtype, [table.prefill], [table.decode])
     yield from check_linear(device, dtype, products, lengths)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--table", choices=["auto", "conservative"], default="auto")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("error: no GPU here; the schedules are the GPU's", file=sys.stderr)
+        return 2
+    device = torch.device("cuda")
+    table = CONSERVATIVE if args.table == "conservative" else schedules("auto", torch.cuda.get_device_capability())
+    done = list(tqdm(check_schedules(device, getattr(torch, args.dtype), table), "comparisons", leave=False))
+    for check in done:
+        if not check.same:
+            print(f"DIFFERS: {check.op}: {check.what}")
+    for (op, same), count in sorted(Counter((c.op, c.same) for c in done).items()):
+        print(f"{op:10s} {count:5d} {'same bits' if same else 'DIFFERENT'}")
+    return 0 if all(c.same for c in done) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -35,7 +35,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--model", default=DEFAULT_MODEL, help="checkpoint folder or Hub id (default: %(default)s)")
     add("--revision", help="branch, tag or commit of a Hub id")
     add("--device", choices=["auto", "cuda", "cpu"], default="auto")
-    add("--dtype", choices=["auto", "bfloat16", "float16", "float32"], default="auto", help="auto: the checkpoint's")
+    add("--dtype", choices=["auto", "bfloat16", "float16", "float32"], default="auto",
+        help="auto: the checkpoint's, on CPU float32")
     add("--load-format", choices=["auto", "dummy"], default="auto", help="dummy: random weights, to measure speed")
 
     defaults = "the checkpoint's generation_config.json gives the default"

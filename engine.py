@@ -77,7 +77,8 @@ class LLM:
     """A model, its cache and its scheduler. All arguments after `model` are keywords; see `python engine.py --help`.
 
     model: checkpoint folder or Hub id; revision: of a Hub id
-    device: "auto", "cuda" or "cpu"; dtype: "auto" (the checkpoint's), "bfloat16", "float16" or "float32"
+    device: "auto", "cuda" or "cpu"
+    dtype: "auto" (the checkpoint's; float32 on CPU), "bfloat16", "float16" or "float32"
     schedule: "auto" or "reference": how fast, never which bits
     load_format: "auto" or "dummy" (random weights, for measuring); hf_overrides: entries that replace config.json's
     max_model_len: longest prompt + output [what the model and the cache allow]
@@ -93,15 +94,17 @@ class LLM:
                  max_num_batched_tokens: int | None = None, gpu_memory_utilization: float = 0.85,
                  num_gpu_blocks_override: int | None = None, enable_prefix_caching: bool = True,
                  enforce_eager: bool = False, ops: Ops | None = None, progress: bool = True):
-        if max_num_seqs < 1 or (max_num_batched_tokens or 1) < 1:
-            raise ValueError("max_num_seqs and max_num_batched_tokens must be at least 1")
+        for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens),
+                            ("num_gpu_blocks_override", num_gpu_blocks_override)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
         if load_format not in ("auto", "dummy"):
             raise ValueError(f"unknown load_format {load_format!r}: use 'auto' or 'dummy'")
         self.folder = find_model(str(model), revision)
         raw = checkpoint.read_json(self.folder, "config.json", required=True) | (hf_overrides or {})
         self.config = ModelConfig.from_dict(raw)
         self.device = pick_device(device)
-        self.dtype = pick_dtype(dtype, self.config)
+        self.dtype = pick_dtype(dtype, self.config, self.device)
         self.ops = ops or make_ops(self.device, schedule)
         self.load_format = load_format
         limit = self.config.max_model_len
@@ -263,7 +266,7 @@ class LLM:
         seq, out, detokenizer = request.seqs[index], request.output.outputs[index], request.detokenizers[index]
         token = result.token_id
         if token >= self.config.vocab_size:
-            request.output.error = "the model produced no finite logit (NaN or -inf everywhere): check the weights"
+            request.output.error = "the model produced a NaN or no finite logit: check the weights and the dtype"
             return self._finish(request, index, "error")
         if seq.first_token_time is None:
             seq.first_token_time = time.perf_counter()
@@ -324,26 +327,26 @@ class LLM:
             raise ValueError(f"{len(prompts)} prompts but {len(each)} SamplingParams: give one, or one each")
         results: dict[int, RequestOutput] = {}
         waiting: dict[str, int] = {}
-        for i, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
-            try:
-                waiting[self.add_request(prompt, own, **options)] = i
-            except ValueError as error:
-                results[i] = RequestOutput("", prompt if isinstance(prompt, str) else None,
-                                           [] if isinstance(prompt, str) else list(prompt), own or SamplingParams(),
-                                           finished=True, error=str(error))
-        if prompts and not waiting:
-            raise ValueError(results[0].error)
-        with tqdm(total=len(prompts), desc="prompts", disable=not progress, file=sys.stderr) as bar:
-            bar.update(len(results))
-            try:
+        try:
+            for i, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
+                try:
+                    waiting[self.add_request(prompt, own, **options)] = i
+                except ValueError as error:
+                    results[i] = RequestOutput("", prompt if isinstance(prompt, str) else None,
+                                               [] if isinstance(prompt, str) else list(prompt), own or SamplingParams(),
+                                               finished=True, error=str(error))
+            if prompts and not waiting:
+                raise ValueError(results[0].error)
+            with tqdm(total=len(prompts), desc="prompts", disable=not progress, file=sys.stderr) as bar:
+                bar.update(len(results))
                 while waiting:
                     for output in self.step():
                         if output.finished and output.request_id in waiting:
                             results[waiting.pop(output.request_id)] = output
                             bar.update(1)
-            finally:
-                for request_id in waiting:  # interrupted: leave nothing behind
-                    self.abort(request_id)
+        finally:
+            for request_id in waiting:  # interrupted: leave nothing behind
+                self.abort(request_id)
         return [results[i] for i in range(len(prompts))]
 
     def chat(self, messages: list, params: SamplingParams | None = None, progress: bool = False,
@@ -407,8 +410,9 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def pick_dtype(name: str, config: ModelConfig) -> torch.dtype:
-    wanted = config.dtype if name == "auto" else name
+def pick_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
+    auto = config.dtype if device.type == "cuda" else "float32"  # CPU products are fp32 in any dtype
+    wanted = auto if name == "auto" else name
     if wanted not in DTYPES:
         raise ValueError(f"unknown dtype {wanted!r}: use 'auto', {', '.join(map(repr, DTYPES))}")
     return DTYPES[wanted]

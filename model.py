@@ -101,7 +101,7 @@ def read_rope(config: dict) -> tuple[float, str, dict]:
     rope_type = new or old or "default"
     if rope_type not in ROPE_KEYS:
         raise ValueError(f"unsupported rope type {rope_type!r}: samebits implements {', '.join(ROPE_KEYS)}")
-    if config.get("partial_rotary_factor", raw.pop("partial_rotary_factor", 1.0)) not in (None, 1, 1.0):
+    if {config.get("partial_rotary_factor"), raw.pop("partial_rotary_factor", None)} - {None, 1}:
         raise ValueError("partial_rotary_factor other than 1 is not implemented")
     raw = {key: value for key, value in raw.items() if value is not None}
     if unknown := sorted(set(raw) - ROPE_KEYS[rope_type]):
@@ -140,7 +140,7 @@ def rotary_frequencies(config: ModelConfig) -> tuple[torch.Tensor, float]:
         low, high = max(low, 0), min(high, D - 1)
         ramp = (torch.arange(D // 2, dtype=torch.float64) - low) / (high - low or 0.001)
         keep = 1 - ramp.clamp(0, 1)
-        scaled = "mscale" in rope and "mscale_all_dim" in rope
+        scaled = rope.get("mscale") and rope.get("mscale_all_dim")
         default = temperature(rope["mscale"]) / temperature(rope["mscale_all_dim"]) if scaled else temperature(1.0)
         return inverse * (keep + (1 - keep) / rope["factor"]), rope.get("attention_factor", default)
     return inverse, 1.0
@@ -161,13 +161,11 @@ def rotary_table(config: ModelConfig, length: int) -> torch.Tensor:
 class Batch:
     """One step's input, built once and passed down. Padding rows of a CUDA graph have slot -1.
 
-    input_ids, positions: [num_tokens] int32; slot_mapping: [num_tokens] int64
+    input_ids: [num_tokens] int32
     logits_rows: [num_logits] int64, the rows whose logits are wanted; None means every row
     """
 
     input_ids: torch.Tensor
-    positions: torch.Tensor
-    slot_mapping: torch.Tensor
     attention: AttentionWork
     logits_rows: torch.Tensor | None
 
@@ -258,8 +256,8 @@ class Model:
             else:
                 hidden_states = ops.rms_norm(hidden_states, layer.input_layernorm, eps, residual)
             qkv = self._apply(layer.qkv_proj, hidden_states)
-            q = ops.rotary_and_cache(qkv, layer.q_norm, layer.k_norm, eps, self.cos_sin, batch.positions,
-                                     batch.slot_mapping, k_cache, v_cache, c.num_heads)
+            q = ops.rotary_and_cache(qkv, layer.q_norm, layer.k_norm, eps, self.cos_sin, batch.attention, k_cache,
+                                     v_cache, c.num_heads)
             attn = ops.paged_attention(q, k_cache, v_cache, batch.attention, c.head_dim**-0.5)
             hidden_states = self._apply(layer.o_proj, attn.flatten(1))
             hidden_states = ops.rms_norm(hidden_states, layer.post_attention_layernorm, eps, residual)

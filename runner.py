@@ -152,15 +152,15 @@ class Runner:
         sizes = shape.fields()
         view = {name: packed[offsets[name] : offsets[name] + sizes[name]] for name in sizes}
         work = AttentionWork(
-            view["block_tables"].view(shape.num_seqs, shape.width), view["positions"],
+            view["positions"], view["slot_mapping"], view["block_tables"].view(shape.num_seqs, shape.width),
             view["prefill_items"].view(-1, ITEM_FIELDS), view["decode_items"].view(-1, ITEM_FIELDS),
             view["merges"].view(-1, MERGE_FIELDS), view["counts"], *grid, split_decode=shape.split_decode,
             max_partials=shape.decode_items if shape.split_decode else 0)
-        return Batch(view["input_ids"], view["positions"], view["slot_mapping"], work, logits_rows)
+        return Batch(view["input_ids"], work, logits_rows)
 
     def _with_rows(self, batch: Batch, rows: list[int]) -> Batch:
         index = torch.tensor(rows, dtype=torch.int64, device=self.device)
-        return Batch(batch.input_ids, batch.positions, batch.slot_mapping, batch.attention, index)
+        return Batch(batch.input_ids, batch.attention, index)
 
     def _graph_size(self, seqs: list[Sequence]) -> int | None:
         """The captured size that holds this decode step; None if it is not one, or graphs are off."""
@@ -207,11 +207,16 @@ class Runner:
         tokens = sampler.choose(logits, rows, self.ops)
         wanted = [seq.params.logprobs for seq in seqs]
         ids = tokens.tolist()
-        if all(want is None for want in wanted) or max(ids) >= logits.shape[1]:
-            return [(token, None, None) for token in ids]
-        values = self._logprobs(logits, tokens, max(want or 0 for want in wanted))
-        return [(token, None, None) if want is None else (token, value, dict(list(tops.items())[:want]))
-                for token, want, (value, tops) in zip(ids, wanted, values, strict=True)]
+        asking = [i for i, want in enumerate(wanted) if want is not None and ids[i] < logits.shape[1]]
+        chosen = [(token, None, None) for token in ids]
+        if asking:
+            if len(asking) < len(ids):
+                index = torch.tensor(asking, device=self.device)
+                logits, tokens = logits[index], tokens[index]
+            values = self._logprobs(logits, tokens, max(wanted[i] for i in asking))
+            for i, (value, tops) in zip(asking, values, strict=True):
+                chosen[i] = ids[i], value, dict(list(tops.items())[: wanted[i]])
+        return chosen
 
     def _logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, top: int) -> list[tuple[float, dict[int, float]]]:
         values, top_ids, top_values = self.ops.logprobs(logits, tokens, top)

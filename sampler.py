@@ -174,8 +174,8 @@ def adjust(logits: torch.Tensor, rows: list[SamplingRow]) -> torch.Tensor:
 def choose(logits: torch.Tensor, rows: list[SamplingRow], ops: Ops) -> torch.Tensor:
     """The next token of each row: [num_rows, vocab_size] fp32 logits -> [num_rows] int64.
 
-    Greedy rows take the exact argmax and never touch noise; the others race. A row without a finite logit gets an
-    id outside the vocabulary, which the engine turns into that request's error.
+    Greedy rows take the exact argmax and never touch noise; the others race. A row with a NaN or without a
+    finite logit gets an id outside the vocabulary, which the engine turns into that request's error.
     """
     adjusted = adjust(logits, rows)
     if all(row.params.is_greedy for row in rows):
@@ -189,7 +189,7 @@ def choose(logits: torch.Tensor, rows: list[SamplingRow], ops: Ops) -> torch.Ten
     def column(values, dtype):
         return torch.tensor(values, dtype=dtype, device=device)
 
-    tokens[index] = ops.sample(
+    drawn = ops.sample(
         adjusted if len(racing) == len(rows) else adjusted[index],
         column([max(p.temperature, 1e-6) for p in params], torch.float32),
         column([p.top_k if p.top_k > 0 else vocab_size for p in params], torch.int64),
@@ -197,4 +197,5 @@ def choose(logits: torch.Tensor, rows: list[SamplingRow], ops: Ops) -> torch.Ten
         column([math.log(p.min_p) if p.min_p > 0 else -math.inf for p in params], torch.float32),
         column([rows[i].seed for i in racing], torch.int64),
         column([rows[i].position for i in racing], torch.int32))
+    tokens[index] = torch.where(tokens[index] < vocab_size, drawn, tokens[index])  # broken rows stay broken
     return tokens

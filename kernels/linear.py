@@ -3,6 +3,7 @@
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.tiles import LinearSchedule, leaf_length
 
@@ -75,6 +76,36 @@ def linear_kernel(x_ptr, w_ptr, bias_ptr, out_ptr, partial_ptr, arrived_ptr, M, 
     tl.store(out_ptr + offs_out, acc.to(out_ptr.dtype.element_ty), mask=mask_out)
 
 
+@triton.jit
+def leaf_sum_tma(x_desc, w_desc, m, n, k_start, LEAF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                 BLOCK_K: tl.constexpr):
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(k_start, k_start + LEAF, BLOCK_K):
+        acc = tl.dot(x_desc.load([m, k]), w_desc.load([n, k]).T, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit(do_not_specialize=["M"])
+def linear_tma_kernel(x_desc, w_desc, bias_ptr, out_desc, M, N: tl.constexpr, LEAVES: tl.constexpr, LEAF: tl.constexpr,
+                      HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+                      GROUP_M: tl.constexpr):
+    # Persistent: a program a multiprocessor walks tiles. The copy engine fetches and clips; no masks, no pointers.
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=LEAVES == 1):
+        first_m = tile // (GROUP_M * tiles_n) * GROUP_M
+        group_m = min(tiles_m - first_m, GROUP_M)
+        m = (first_m + tile % (GROUP_M * tiles_n) % group_m) * BLOCK_M
+        n = tile % (GROUP_M * tiles_n) // group_m * BLOCK_N
+        acc = leaf_sum_tma(x_desc, w_desc, m, n, 0, LEAF, BLOCK_M, BLOCK_N, BLOCK_K)
+        for i in tl.static_range(1, LEAVES):
+            acc = acc + leaf_sum_tma(x_desc, w_desc, m, n, i * LEAF, LEAF, BLOCK_M, BLOCK_N, BLOCK_K)
+        if HAS_BIAS:
+            offs_n = n + tl.arange(0, BLOCK_N)
+            acc = acc + tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
+        out_desc.store([m, n], acc.to(out_desc.dtype))
+
+
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, leaves: int, out_dtype: torch.dtype,
            schedule: LinearSchedule, arrived: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """out = x @ weight.T + bias.
@@ -87,7 +118,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, lea
 
     Reduction order: K in `leaves` leaves of tiles.leaf_length; a leaf is one fp32 `tl.dot` chain from its first
         element to its last; leaves are added in order as a chain, then the bias, then one rounding.
-    Schedule: tile shape, warps, stages, row grouping, and whether leaves share a program; all may follow M.
+    Schedule: tile shape, warps, stages, row grouping, whether leaves share a program, and whether the copy engine
+        fetches tiles for persistent programs; all may follow M.
     """
     M, K = x.shape
     N = weight.shape[0]
@@ -97,10 +129,20 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, lea
         out = torch.empty((M, N), dtype=out_dtype, device=x.device)
     assert out.shape == (M, N) and out.dtype == out_dtype and out.is_contiguous()
     tiles = triton.cdiv(M, schedule.BLOCK_M) * triton.cdiv(N, schedule.BLOCK_N)
+    length = leaf_length(K, leaves)
+    if schedule.tma and out_dtype == x.dtype and length % schedule.BLOCK_K == 0 and length * leaves == K:
+        x_desc, w_desc, out_desc = (TensorDescriptor.from_tensor(t, block) for t, block in (
+            (x, [schedule.BLOCK_M, schedule.BLOCK_K]), (weight, [schedule.BLOCK_N, schedule.BLOCK_K]),
+            (out, [schedule.BLOCK_M, schedule.BLOCK_N])))
+        linear_tma_kernel[(min(tiles, schedule.programs),)](
+            x_desc, w_desc, weight if bias is None else bias, out_desc, M, N, leaves, length, bias is not None,
+            schedule.BLOCK_M, schedule.BLOCK_N, schedule.BLOCK_K, schedule.GROUP_M, num_warps=schedule.num_warps,
+            num_stages=schedule.num_stages, enable_fp_fusion=False)
+        return out
     split = schedule.split and leaves > 1 and tiles <= arrived.numel()
     partial = torch.empty((leaves, M, N), dtype=torch.float32, device=x.device) if split else out
     linear_kernel[(tiles, leaves if split else 1)](
-        x, weight, weight if bias is None else bias, out, partial, arrived, M, N, K, leaves, leaf_length(K, leaves),
-        split, bias is not None, schedule.BLOCK_M, schedule.BLOCK_N, schedule.BLOCK_K, schedule.GROUP_M,
-        "ieee", num_warps=schedule.num_warps, num_stages=schedule.num_stages, enable_fp_fusion=False)
+        x, weight, weight if bias is None else bias, out, partial, arrived, M, N, K, leaves, length, split,
+        bias is not None, schedule.BLOCK_M, schedule.BLOCK_N, schedule.BLOCK_K, schedule.GROUP_M, "ieee",
+        num_warps=schedule.num_warps, num_stages=schedule.num_stages, enable_fp_fusion=False)
     return out

@@ -4,8 +4,8 @@ Batch invariance by construction, from three rules:
 1. A product is a `torch.bmm` whose every entry has one fixed shape, a row [1, K] by a tile [K, COLUMNS]. The number of
    entries follows the batch; what runs inside an entry does not. Sums of a row are products with ones. (Taller entries
    serve many rows up to three times faster, and one row half as fast, in other bits: a CPU mostly serves one.)
-2. exp2 and log run on chunks of exactly LANES elements: the library's vector loops treat the tail of an array, or of a
-   thread's share, with other code.
+2. exp2 and log run on chunks of whole vectors, short enough for one thread: the library's vector loops treat the tail
+   of an array, or of a thread's share, with other code.
 3. Everything else is +, -, *, /, sqrt, max or a comparison: correctly rounded or exact, whatever the loop around it.
 
 Products are fp32: a product of two bf16 or fp16 numbers is exact in it, so `x.float() @ w.float()` is the GPU's
@@ -21,19 +21,23 @@ import torch.nn.functional as F
 from kernels.tiles import KV_SPLIT, KV_TILE, LOGPROB_SCALE_BITS, leaf_length
 
 COLUMNS, LANES = 64, 4096
+NO_ID = 2**31 - 1  # of a row without a number, as kernels.sample has it
 MAX_ITEMS = 256  # attention items in flight: bounds memory, changes nothing else
 
 
 def tiled_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x @ weight.T in fp32 by entries of one fixed shape. x: [M, K] fp32; weight: [N, K] fp32; returns [M, N]."""
+    if x.shape[1] % 16:  # the library peels a row by its alignment: start every row of the weight on a 64-byte border
+        x, weight = (F.pad(t, (0, -t.shape[1] % 16)) for t in (x, weight))
     (M, K), N = x.shape, weight.shape[0]
     rows, full = x.unsqueeze(1), N // COLUMNS
-    tiles = weight[: full * COLUMNS].unflatten(0, (-1, COLUMNS)).transpose(1, 2) if full else ()
-    parts = []
+    tiles = weight[: full * COLUMNS].unflatten(0, (full, COLUMNS)).mT if full else ()
+    if M == 1 and N == full * COLUMNS:  # what a single stream does all day
+        return torch.bmm(x.expand(full, 1, K), tiles).view(1, N)
     if 0 < M <= full:  # one call a row, over all column tiles, or one a column tile, over all rows
-        parts.append(torch.cat([torch.bmm(row.expand(full, 1, K), tiles).view(1, -1) for row in rows]))
+        parts = [torch.cat([torch.bmm(row.expand(full, 1, K), tiles).view(1, -1) for row in rows])]
     else:
-        parts += [torch.bmm(rows, tile.expand(M, K, COLUMNS)).squeeze(1) for tile in tiles]
+        parts = [torch.bmm(rows, tile.expand(M, K, COLUMNS)).squeeze(1) for tile in tiles]
     if N % COLUMNS:
         edge = F.pad(weight[full * COLUMNS :], (0, 0, 0, -N % COLUMNS)).T.expand(M, K, COLUMNS)
         parts.append(torch.bmm(rows, edge).squeeze(1)[:, : N % COLUMNS])
@@ -47,7 +51,9 @@ def row_sum(x: torch.Tensor) -> torch.Tensor:
 
 
 def by_lanes(function, x: torch.Tensor) -> torch.Tensor:
-    """`function` (exp2, exp or log) of an fp32 tensor, LANES elements a call."""
+    """`function` (exp2, exp or log) of an fp32 tensor, at most LANES elements a call, always whole vectors."""
+    if x.numel() <= LANES and x.numel() % 64 == 0:
+        return function(x.contiguous())
     chunks = F.pad(x.reshape(-1), (0, -x.numel() % LANES)).view(-1, LANES)
     for chunk in chunks:
         function(chunk, out=chunk)
@@ -84,34 +90,37 @@ def silu_and_mul(gate_up):
     return (gate / (1.0 + by_lanes(torch.exp, -gate)) * up).to(gate_up.dtype)
 
 
-def rotary_and_cache(qkv, q_norm, k_norm, eps, cos_sin, positions, slot_mapping, k_cache, v_cache, num_heads):
-    num_tokens, dtype = qkv.shape[0], qkv.dtype
+def rotary_and_cache(qkv, q_norm, k_norm, eps, cos_sin, work, k_cache, v_cache, num_heads):
     num_kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
-    q, k, v = qkv.view(num_tokens, -1, head_dim).split([num_heads, num_kv_heads, num_kv_heads], dim=1)
-    cos, sin = cos_sin[positions.long()].unsqueeze(1).chunk(2, dim=-1)
+    if "rotary" not in work.host_plans:  # the same for every layer of a step
+        token = torch.nonzero(work.slot_mapping >= 0).flatten()
+        slot = work.slot_mapping[token].long()
+        page = slot // KV_TILE * num_kv_heads + torch.arange(num_kv_heads)[:, None]
+        row = page * KV_TILE + slot % KV_TILE  # [Hkv, tokens with a slot] into a cache viewed as [-1, head_dim]
+        table = cos_sin[work.positions.long()].unsqueeze(1)
+        work.host_plans["rotary"] = token, row.T.flatten(), *table.chunk(2, dim=-1)
+    token, row, cos, sin = work.host_plans["rotary"]
+    q, k, v = qkv.view(len(qkv), -1, head_dim).split([num_heads, num_kv_heads, num_kv_heads], dim=1)
 
     def rotate(x, weight):
         if weight is not None:
             x = rms_norm(x.reshape(-1, head_dim), weight, eps).view(x.shape)
         a, b = x.float().chunk(2, dim=-1)
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(dtype)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(qkv.dtype)
 
-    k = rotate(k, k_norm)
-    keep = slot_mapping >= 0
-    slots = slot_mapping[keep]
-    k_cache[slots // KV_TILE, :, slots % KV_TILE] = k[keep]
-    v_cache[slots // KV_TILE, :, slots % KV_TILE] = v[keep]
+    k_cache.view(-1, head_dim).index_copy_(0, row, rotate(k, k_norm)[token].view(-1, head_dim))
+    v_cache.view(-1, head_dim).index_copy_(0, row, v[token].reshape(-1, head_dim))
     return rotate(q, q_norm)
 
 
 @dataclass(frozen=True)
 class SplitView:
-    """What `items` of a `LockStep` see of one KV split: pages, which slots are written, which keys are visible."""
+    """What the items of a `LockStep` see of one KV split: pages, which slots are written, which keys are visible."""
 
-    live: torch.Tensor  # [L] items with keys in this split
+    live: torch.Tensor | None  # [L] items with keys in this split; None: all of them
     pages: torch.Tensor  # [L, T]
     written: torch.Tensor  # [L, T, 1, KV_TILE, 1] bool
-    visible: torch.Tensor  # [L, 1, T, R, KV_TILE] bool
+    visible: torch.Tensor  # [L, T, 1, R, KV_TILE] bool
 
 
 class LockStep:
@@ -130,9 +139,10 @@ class LockStep:
         num_keys = first_pos + counts
         head = torch.arange(num_kv_heads)[:, None] * group + row % group  # [Hkv, R]
         index = (tokens[:, None, None] + row // group) * num_heads + head
-        self.valid = (row < counts[:, None, None] * group).expand_as(index)
-        self.rows = torch.where(self.valid, index, 0)  # [A, Hkv, R] into q viewed as [-1, head_dim]
-        self.destination = index[self.valid]
+        valid = (row < counts[:, None, None] * group).expand_as(index)
+        self.rows = torch.where(valid, index, 0)  # [A, Hkv, R] into q viewed as [-1, head_dim]
+        self.valid = torch.nonzero(valid.flatten()).flatten()
+        self.destination = index.flatten()[self.valid]
         self.splits = []
         for start in range(0, int(num_keys.max()), kv_split):
             live = torch.nonzero(num_keys > start).flatten()
@@ -142,50 +152,49 @@ class LockStep:
             limit = num_keys[live, None]
             pages = torch.where(keys[:, 0] < limit, work.block_tables[seqs[live]][:, columns].long(), 0)
             self.splits.append(SplitView(
-                live, pages, (keys < limit[..., None]).view(len(live), T, 1, KV_TILE, 1),
-                keys[:, None] <= position[live].view(-1, 1, 1, R, 1)))
+                None if len(live) == len(items) else live, pages,
+                (keys < limit[..., None]).view(len(live), T, 1, KV_TILE, 1),
+                keys[:, None, None] <= position[live].view(-1, 1, 1, R, 1)))
 
     def attend(self, q, k_cache, v_cache, scale: float) -> torch.Tensor:
         """Outputs of all items' rows: [num_valid_rows, head_dim] in the order of `destination`."""
         dtype, D = q.dtype, q.shape[-1]
         A, Hkv, R = self.rows.shape
-        rows = q.reshape(-1, D)[self.rows].float()
-        m = torch.full((A, Hkv, R, 1), -torch.inf)
-        l, acc = torch.zeros((A, Hkv, R, 1)), torch.zeros((A, Hkv, R, D))
+        rows = q.reshape(-1, D).index_select(0, self.rows.flatten()).view(A, 1, Hkv, R, D).float()
         ones = torch.ones((1, KV_TILE, 8))
+        total = None
         for split in self.splits:
-            L, T = split.pages.shape
-            every = L == A
-            k, v = k_cache[split.pages].float(), v_cache[split.pages].float()  # [L, T, Hkv, KV_TILE, D]
+            (L, T), live = split.pages.shape, split.live
+            k, v = (c.index_select(0, split.pages.flatten()).float().view(L, T, Hkv, KV_TILE, D)
+                    for c in (k_cache, v_cache))
             v = v.masked_fill(~split.written, 0.0)  # 0 x NaN must not reach a sum; scores are masked instead
-            k, v = (t.transpose(1, 2).reshape(-1, KV_TILE, D) for t in (k, v))
-            x = (rows if every else rows[split.live]).unsqueeze(2).expand(L, Hkv, T, R, D).reshape(-1, R, D)
-            scores = torch.bmm(x, k.transpose(1, 2)).view(L, Hkv, T, R, KV_TILE) * (scale * math.log2(math.e))
-            scores = torch.where(split.visible, scores, -torch.inf)
+            x = (rows if live is None else rows[live]).expand(L, T, Hkv, R, D).reshape(-1, R, D)
+            scores = torch.bmm(x, k.view(-1, KV_TILE, D).transpose(1, 2)).view(L, T, Hkv, R, KV_TILE)
+            scores = torch.where(split.visible, scores * (scale * math.log2(math.e)), -torch.inf)
             # Running maxima, tile by tile: max is exact, so the exponentials of all tiles can be taken at once.
-            running = torch.cat([torch.full((L, Hkv, 1, R, 1), -torch.inf), scores.amax(-1, keepdim=True)], 2)
-            running = running.cummax(2).values
-            safe = running.masked_fill(running == -torch.inf, 0.0)[:, :, 1:]
-            exps = by_lanes(torch.exp2, torch.cat([scores, running[:, :, :-1]], -1) - safe)
-            p = exps[..., :KV_TILE].to(dtype).float().reshape(-1, R, KV_TILE)
-            sums = torch.bmm(p, ones.expand(len(p), KV_TILE, 8))[..., :1].view(L, Hkv, T, R, 1)
-            values = torch.bmm(p, v).view(L, Hkv, T, R, D)
-            split_l, split_acc = sums[:, :, 0], values[:, :, 0]
+            running = scores.amax(-1, keepdim=True).cummax(1).values
+            safe = running if total is None else running.masked_fill(running == -torch.inf, 0.0)
+            p = by_lanes(torch.exp2, scores - safe).to(dtype).float().view(-1, R, KV_TILE)
+            alphas = by_lanes(torch.exp2, running[:, :-1] - safe[:, 1:]) if T > 1 else None
+            sums = torch.bmm(p, ones.expand(len(p), KV_TILE, 8))[..., :1].view(L, T, Hkv, R, 1)
+            values = torch.bmm(p, v.view(-1, KV_TILE, D)).view(L, T, Hkv, R, D)
+            l, acc = sums[:, 0], values[:, 0]
             for t in range(1, T):
-                alpha = exps[:, :, t, :, KV_TILE:]
-                split_l = split_l * alpha + sums[:, :, t]
-                split_acc = split_acc * alpha + values[:, :, t]
+                l, acc = l * alphas[:, t - 1] + sums[:, t], acc * alphas[:, t - 1] + values[:, t]
+            if total is None:  # every row sees key 0, so the first split is there for all and merges into nothing
+                total = running[:, -1], l, acc
+                continue
             # The merge, in position order. A row that sees nothing of this split is left exactly as it was.
-            before = (m, l, acc) if every else (m[split.live], l[split.live], acc[split.live])
-            m_new = torch.maximum(before[0], running[:, :, -1])
-            m_safe = m_new.masked_fill(m_new == -torch.inf, 0.0)
-            a, b = by_lanes(torch.exp2, torch.cat([before[0], running[:, :, -1]], -1) - m_safe).split(1, -1)
-            after = m_new, before[1] * a + split_l * b, before[2] * a + split_acc * b
-            if every:
-                m, l, acc = after
+            m_old, l_old, acc_old = total if live is None else (t[live] for t in total)
+            m = torch.maximum(m_old, running[:, -1])
+            a, b = by_lanes(torch.exp2, torch.cat([m_old, running[:, -1]], -1) - m).split(1, -1)
+            merged = m, l_old * a + l * b, acc_old * a + acc * b
+            if live is None:
+                total = merged
             else:
-                m[split.live], l[split.live], acc[split.live] = after
-        return (acc / l)[self.valid].to(dtype)
+                for whole, part in zip(total, merged, strict=True):
+                    whole[live] = part
+        return (total[2] / total[1]).view(-1, D).index_select(0, self.valid).to(dtype)
 
 
 def paged_attention(q, k_cache, v_cache, work, scale, kv_split=KV_SPLIT):
@@ -198,7 +207,7 @@ def paged_attention(q, k_cache, v_cache, work, scale, kv_split=KV_SPLIT):
                                 for i in range(0, len(items), MAX_ITEMS)]
     out = torch.empty_like(q)
     for plan in work.host_plans[key]:
-        out.view(-1, q.shape[2])[plan.destination] = plan.attend(q, k_cache, v_cache, scale)
+        out.view(-1, q.shape[2]).index_copy_(0, plan.destination, plan.attend(q, k_cache, v_cache, scale))
     return out
 
 
@@ -215,14 +224,17 @@ def by_value(logits):
 def logprobs(logits, token_ids, top):
     peak = logits.amax(1, keepdim=True)
     totals = mass(logits - peak).sum(1).tolist()
-    logs = torch.tensor([math.log(t) - LOGPROB_SCALE_BITS * math.log(2) for t in totals], dtype=torch.float64)[:, None]
+    logs = torch.tensor([math.log(t) - LOGPROB_SCALE_BITS * math.log(2) if t > 0 else math.nan  # NaN logits
+                         for t in totals], dtype=torch.float64)[:, None]
     ids = torch.stack([by_value(row)[:top] for row in logits]) if top else token_ids.new_empty((len(logits), 0))
     values = (logits - peak).double() - logs
     return (values.gather(1, token_ids[:, None])[:, 0].float(), ids.to(torch.int32), values.gather(1, ids).float())
 
 
 def argmax(logits):
-    return torch.stack([torch.nonzero(row == row.amax())[0, 0] for row in logits])
+    peaks = logits.amax(1).tolist()  # NaN if a NaN is among them
+    return torch.stack([torch.nonzero(row == peak)[0, 0] if peak > -math.inf else torch.tensor(NO_ID)
+                        for row, peak in zip(logits, peaks, strict=True)])
 
 
 def philox(seed: int, position: int, num_quads: int) -> torch.Tensor:

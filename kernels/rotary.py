@@ -6,6 +6,7 @@ import triton.language as tl
 
 from kernels.norm import round_mul
 from kernels.tiles import KV_TILE, ROPE_TILE_HEADS
+from kernels.work import AttentionWork
 
 
 @triton.jit
@@ -57,15 +58,14 @@ def rotary_and_cache_kernel(qkv_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, positi
 
 
 def rotary_and_cache(qkv: torch.Tensor, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None, eps: float,
-                     cos_sin: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor,
-                     k_cache: torch.Tensor, v_cache: torch.Tensor, num_heads: int) -> torch.Tensor:
+                     cos_sin: torch.Tensor, work: AttentionWork, k_cache: torch.Tensor, v_cache: torch.Tensor,
+                     num_heads: int) -> torch.Tensor:
     """Normalise and rotate q and k, store k and v into their pages, return q.
 
     qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], heads in the order q, k, v; 16-byte aligned
     q_norm, k_norm: [head_dim] or None (no QK-norm)
     cos_sin: [max_model_len, head_dim] fp32, cosines then sines (rotate-half convention; Su et al. 2021)
-    positions: [num_tokens] int32
-    slot_mapping: [num_tokens] int64, block * block_size + offset; -1 stores nothing
+    work: its positions and slot_mapping say where each token stands and where its key goes; slot -1 stores nothing
     k_cache, v_cache: [num_blocks, num_kv_heads, block_size, head_dim]
     returns q: [num_tokens, num_heads, head_dim]
 
@@ -81,7 +81,7 @@ def rotary_and_cache(qkv: torch.Tensor, q_norm: torch.Tensor | None, k_norm: tor
     q = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     has_norm = q_norm is not None
     rotary_and_cache_kernel[(num_tokens, triton.cdiv(total, ROPE_TILE_HEADS))](
-        qkv, q_norm if has_norm else qkv, k_norm if has_norm else qkv, cos_sin, positions, slot_mapping, q, k_cache,
-        v_cache, eps, num_heads, num_kv_heads, head_dim, KV_TILE, ROPE_TILE_HEADS, has_norm, num_warps=1,
+        qkv, q_norm if has_norm else qkv, k_norm if has_norm else qkv, cos_sin, work.positions, work.slot_mapping, q,
+        k_cache, v_cache, eps, num_heads, num_kv_heads, head_dim, KV_TILE, ROPE_TILE_HEADS, has_norm, num_warps=1,
         num_stages=1, enable_fp_fusion=False)
     return q

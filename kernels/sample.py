@@ -16,20 +16,22 @@ def argmax_kernel(logits_ptr, out_ptr, V, BLOCK: tl.constexpr):
     offs = tl.arange(0, BLOCK)
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     best_id = tl.full((BLOCK,), NO_ID, tl.int32)
+    broken = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, V, BLOCK):
         x = tl.load(logits_ptr + row * V + start + offs, mask=start + offs < V, other=float("-inf"))
-        take = (start + offs < V) & ((x > best) | (best_id == NO_ID))
+        take = x > best
         best = tl.where(take, x, best)
         best_id = tl.where(take, start + offs, best_id)
-    top = tl.max(best, 0)
-    tl.store(out_ptr + row, tl.min(tl.where(best == top, best_id, NO_ID), 0).to(tl.int64))
+        broken |= (x != x).to(tl.int32)
+    first = tl.min(tl.where(best == tl.max(best, 0), best_id, NO_ID), 0)
+    tl.store(out_ptr + row, tl.where(tl.max(broken, 0) > 0, NO_ID, first).to(tl.int64))
 
 
 def argmax(logits: torch.Tensor) -> torch.Tensor:
     """The id of each row's largest logit, the lowest id among equals.
 
-    logits: [num_rows, vocab_size] fp32, contiguous, no NaN
-    returns [num_rows] int64
+    logits: [num_rows, vocab_size] fp32, contiguous
+    returns [num_rows] int64; 2^31 - 1 for a row that holds a NaN or no finite logit
 
     Reduction order: none; comparisons are exact.
     Schedule: block and warps.

@@ -65,7 +65,8 @@ def row_block(N: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class LinearSchedule:
-    """One way to run a product. `split` gives each leaf its own program; otherwise one program walks them all."""
+    """One way to run a product. `split` gives each leaf its own program; otherwise one program walks them all. `tma`
+    runs `programs` persistent programs fed by Hopper's copy engine."""
 
     BLOCK_M: int
     BLOCK_N: int
@@ -73,6 +74,8 @@ class LinearSchedule:
     num_warps: int
     num_stages: int
     split: bool = False
+    tma: bool = False
+    programs: int = 132
     GROUP_M: int = 8
 
 
@@ -129,14 +132,15 @@ CONSERVATIVE = Schedules(
     decode=AttentionSchedule(16, 4, 2),
     prefill=AttentionSchedule(64, 4, 2),
 )
-# Best of benchmarks/tune_linear.py on an H200.
+# Best of `benchmarks/tune_linear.py rows` on an H200.
 HOPPER = Schedules(
     "hopper",
     linear=(
         (16, LinearSchedule(16, 64, 128, 4, 5), LinearSchedule(16, 64, 128, 4, 5, split=True)),
-        (64, LinearSchedule(64, 128, 64, 4, 5), LinearSchedule(64, 64, 128, 4, 4, split=True)),
-        (512, LinearSchedule(128, 128, 64, 8, 4), LinearSchedule(64, 128, 64, 4, 4)),
-        (ANY, LinearSchedule(128, 256, 64, 8, 3), LinearSchedule(128, 128, 64, 8, 4)),
+        (64, LinearSchedule(64, 256, 64, 4, 4, tma=True), LinearSchedule(64, 64, 128, 4, 4, split=True)),
+        (128, LinearSchedule(128, 128, 64, 4, 4, tma=True), LinearSchedule(64, 64, 128, 4, 4, tma=True)),
+        (256, LinearSchedule(64, 256, 64, 4, 4, tma=True), LinearSchedule(64, 128, 64, 4, 5, tma=True)),
+        (ANY, LinearSchedule(128, 256, 64, 8, 3, tma=True), LinearSchedule(128, 128, 64, 8, 4, tma=True)),
     ),
     decode=AttentionSchedule(16, 4, 3),
     prefill=AttentionSchedule(128, 8, 2),

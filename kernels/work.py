@@ -17,16 +17,18 @@ MERGE_FIELDS = 3  # token, first partial row, number of splits
 
 @dataclass(frozen=True)
 class AttentionWork:
-    """What `paged_attention` reads: device tensors, and the grid sizes that the host must know.
+    """Where a step's tokens stand and what they attend to: device tensors, and the grid sizes the host must know.
 
-    block_tables: [num_seqs, max_blocks] int32; positions: [num_tokens] int32
+    positions: [num_tokens] int32; slot_mapping: [num_tokens] int32, block * block_size + offset, -1 for padding
+    block_tables: [num_seqs, max_blocks] int32
     prefill_items, decode_items: [*, ITEM_FIELDS] int32; merges: [*, MERGE_FIELDS] int32
     counts: [3] int32, live entries of the three lists (a CUDA graph's grid is fixed; its lists are not)
     host_plans: what the CPU backend works out from these lists once a step, for all layers
     """
 
-    block_tables: torch.Tensor
     positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    block_tables: torch.Tensor
     prefill_items: torch.Tensor
     decode_items: torch.Tensor
     merges: torch.Tensor

@@ -64,11 +64,11 @@ def launch_table(table: tiles.Schedules, rows: int) -> None:
     activation.silu_and_mul(meta(rows, 24576))
     embedding.embedding(meta(rows, dtype=torch.int32), meta(151936, 4096))
     cache, ints = meta(100, 8, 64, 128), meta(rows, dtype=torch.int32)
-    rotary.rotary_and_cache(meta(rows, 6144), meta(128), meta(128), 1e-6, meta(4096, 128, dtype=torch.float32), ints,
-                            ints, cache, cache, 32)
-    work = AttentionWork(meta(rows, 4, dtype=torch.int32), ints, meta(1, ITEM_FIELDS, dtype=torch.int32),
+    work = AttentionWork(ints, ints, meta(rows, 4, dtype=torch.int32), meta(1, ITEM_FIELDS, dtype=torch.int32),
                          meta(rows, ITEM_FIELDS, dtype=torch.int32), meta(rows, MERGE_FIELDS, dtype=torch.int32),
                          meta(3, dtype=torch.int32), 1, rows, rows, split_decode=True, max_partials=rows)
+    rotary.rotary_and_cache(meta(rows, 6144), meta(128), meta(128), 1e-6, meta(4096, 128, dtype=torch.float32), work,
+                            cache, cache, 32)
     for one in (work, replace(work, split_decode=False)):
         attention.paged_attention(meta(rows, 32, 128), cache, cache, one, 0.1, table.decode, table.prefill)
     logits = meta(rows, 151936, dtype=torch.float32)

@@ -96,6 +96,12 @@ def test_embedding(ops, dtype):
     assert same_bits(ops.embedding(ids, weight, dtype), weight[ids.long()])
 
 
+def tokens_only(positions, slots):
+    """A step's work without attention: where tokens stand and where their keys go."""
+    none = torch.zeros((0, 1), dtype=torch.int32)
+    return AttentionWork(positions, slots, none, none, none, none, none, 0, 0, 0, split_decode=False, max_partials=0)
+
+
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize("heads, kv_heads, D", [(6, 2, 32), (9, 3, 64)])
 def test_rotary_and_cache(ops, dtype, norm, heads, kv_heads, D):
@@ -106,7 +112,7 @@ def test_rotary_and_cache(ops, dtype, norm, heads, kv_heads, D):
     positions = place(ops, torch.tensor([0, 5, 299, 7], dtype=torch.int32))
     slots = place(ops, torch.tensor([0, 70, -1, 191], dtype=torch.int32))
     k_cache, v_cache = (place(ops, torch.full((3, kv_heads, KV_TILE, D), float("nan"), dtype=dtype)) for _ in range(2))
-    q = ops.rotary_and_cache(qkv, *weights, 1e-6, table, positions, slots, k_cache, v_cache, heads)
+    q = ops.rotary_and_cache(qkv, *weights, 1e-6, table, tokens_only(positions, slots), k_cache, v_cache, heads)
 
     x = qkv.double().view(tokens, total, D).cpu()
     parts = list(x.split([heads, kv_heads, kv_heads], 1))
@@ -149,7 +155,7 @@ def attention_case(ops, dtype, query_lens, seq_lens, heads, kv_heads, D, split, 
     decode, merges = plan_decode(starts, query_lens, seq_lens, split)
     grid = len(prefill), len(decode), len(merges)
     tensors = [place(ops, torch.from_numpy(np.ascontiguousarray(a, dtype=np.int32)))
-               for a in (tables, positions, prefill, decode, merges, grid)]
+               for a in (positions, positions, tables, prefill, decode, merges, grid)]
     work = AttentionWork(*tensors, *grid, split_decode=split, max_partials=len(decode))
     q = random(ops, sum(query_lens), heads, D, dtype=dtype, seed=99)
     return (q, place(ops, k_cache), place(ops, v_cache), work, D**-0.5), dense
@@ -204,8 +210,14 @@ def test_argmax_takes_the_lowest_id_of_a_tie(ops):
     logits[0, [5, 900]] = logits[1, [0, 1002]] = 21.375
     logits[2] = -0.0
     logits[2, 30:] = 0.0
-    logits[3] = float("-inf")
-    assert ops.argmax(logits).tolist() == [5, 0, 0, 0]
+    assert ops.argmax(logits[:3].contiguous()).tolist() == [5, 0, 0]
+
+
+def test_argmax_of_a_broken_row_is_no_token(ops):
+    logits = random(ops, 3, 1003)
+    logits[0] = float("-inf")
+    logits[1, 700] = float("nan")
+    assert [t >= 1003 for t in ops.argmax(logits).tolist()] == [True, True, False]
 
 
 def draw(ops, logits, temperature=1.0, top_k=10**6, top_p=1.0, min_p=0.0, seeds=(0,), position=5):

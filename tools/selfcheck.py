@@ -100,9 +100,9 @@ def attention_work(device, table, positions: np.ndarray, query_tile: int | None,
         decode, merges = plan_decode(np.arange(n), np.ones(n, int), positions + 1, split)
         table = table.expand(n, -1).contiguous()
     grid = len(prefill), len(decode), len(merges)
-    tensors = [torch.from_numpy(np.ascontiguousarray(a, np.int32)).to(device)
-               for a in (positions, prefill, decode, merges, np.array(grid))]
-    return AttentionWork(table, *tensors, *grid, split_decode=split, max_partials=len(decode))
+    where, *lists = [torch.from_numpy(np.ascontiguousarray(a, np.int32)).to(device)
+                     for a in (positions, prefill, decode, merges, np.array(grid))]
+    return AttentionWork(where, where, table, *lists, *grid, split_decode=split, max_partials=len(decode))
 
 
 def check_attention(device, dtype, prefill: list[AttentionSchedule], decode: list[AttentionSchedule],
@@ -170,7 +170,9 @@ def check_rotary(device, dtype) -> Iterator[Check]:
 
         def run(qkv, weights, positions, slots):
             k, v = torch.zeros((2, 1, kv_heads, KV_TILE, D), dtype=dtype, device=device)  # noqa: B023
-            q = rotary_and_cache(qkv, *weights, 1e-6, table, positions, slots, k, v, heads)  # noqa: B023
+            none = slots[:0, None]
+            work = AttentionWork(positions, slots, none, none, none, none, none, 0, 0, 0, False, 0)
+            q = rotary_and_cache(qkv, *weights, 1e-6, table, work, k, v, heads)  # noqa: B023
             return q, k[0].transpose(0, 1)[: len(qkv)], v[0].transpose(0, 1)[: len(qkv)]
 
         fused = run(qkv, weights, positions, slots)

@@ -202,8 +202,8 @@ class Runner:
 
     def _choose(self, logits: torch.Tensor, seqs: list[Sequence]) -> list[tuple]:
         """(token id, logprob, top logprobs) of each sequence that gets a token in this step."""
-        rows = [sampler.SamplingRow(seq.params, seq.seed, seq.token_ids[: seq.num_prompt_tokens], seq.output_token_ids,
-                                    seq.stop_token_ids) for seq in seqs]
+        rows = [sampler.SamplingRow(seq.params, seq.seed, seq.token_ids, seq.num_prompt_tokens, seq.stop_token_ids)
+                for seq in seqs]
         tokens = sampler.choose(logits, rows, self.ops)
         wanted = [seq.params.logprobs for seq in seqs]
         ids = tokens.tolist()

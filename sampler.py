@@ -124,21 +124,16 @@ class SamplingRow:
 
     params: SamplingParams
     seed: int
-    prompt_token_ids: list[int]
-    output_token_ids: list[int]
+    token_ids: list[int]  # prompt and output; the next one's index is its position
+    num_prompt_tokens: int
     end_token_ids: frozenset[int]  # banned while fewer than min_tokens are out
-
-    @property
-    def position(self) -> int:
-        """Index, in the sequence, of the token to be chosen."""
-        return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     def adjustments(self) -> dict[int, tuple[float, float]]:
         """token id -> (repetition factor, amount added): what this row's penalties and biases do to its logits."""
-        p = self.params
-        repeated = set(self.prompt_token_ids) | set(self.output_token_ids) if p.repetition_penalty != 1 else set()
-        counts = Counter(self.output_token_ids) if p.presence_penalty or p.frequency_penalty else {}
-        banned = self.end_token_ids if len(self.output_token_ids) < p.min_tokens else frozenset()
+        p, output = self.params, self.token_ids[self.num_prompt_tokens :]
+        repeated = set(self.token_ids) if p.repetition_penalty != 1 else set()
+        counts = Counter(output) if p.presence_penalty or p.frequency_penalty else {}
+        banned = self.end_token_ids if len(output) < p.min_tokens else frozenset()
         changes = {}
         for token in repeated | set(counts) | set(p.logit_bias) | banned:
             add = p.logit_bias.get(token, 0.0)
@@ -196,6 +191,6 @@ def choose(logits: torch.Tensor, rows: list[SamplingRow], ops: Ops) -> torch.Ten
         column([round(p.top_p * (1 << 30)) for p in params], torch.int64),
         column([math.log(p.min_p) if p.min_p > 0 else -math.inf for p in params], torch.float32),
         column([rows[i].seed for i in racing], torch.int64),
-        column([rows[i].position for i in racing], torch.int32))
+        column([len(rows[i].token_ids) for i in racing], torch.int32))
     tokens[index] = torch.where(tokens[index] < vocab_size, drawn, tokens[index])  # broken rows stay broken
     return tokens

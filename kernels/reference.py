@@ -32,7 +32,7 @@ def tiled_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     (M, K), N = x.shape, weight.shape[0]
     rows, full = x.unsqueeze(1), N // COLUMNS
     tiles = weight[: full * COLUMNS].unflatten(0, (full, COLUMNS)).mT if full else ()
-    if M == 1 and N == full * COLUMNS:  # what a single stream does all day
+    if M == 1 and full * COLUMNS == N:  # what a single stream does all day
         return torch.bmm(x.expand(full, 1, K), tiles).view(1, N)
     if 0 < M <= full:  # one call a row, over all column tiles, or one a column tile, over all rows
         parts = [torch.cat([torch.bmm(row.expand(full, 1, K), tiles).view(1, -1) for row in rows])]

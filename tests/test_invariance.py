@@ -30,20 +30,20 @@ QWEN3_8B = TINY | {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size
 
 
 @cache
-def prompts(vocab_size: int, number: int) -> list[list[int]]:
-    """Needles of LENGTHS, the later ones sharing a prefix, then short fillers."""
+def prompts(vocab_size: int, number: int, lengths=LENGTHS, longest_filler: int = 40) -> list[list[int]]:
+    """Needles of these lengths, every other long one behind a shared prefix, then short fillers."""
     rng = random.Random(7)
     shared = [rng.randrange(4, vocab_size) for _ in range(128)]
-    made = [[rng.randrange(4, vocab_size) for _ in range(n)] for n in LENGTHS]
-    for i in (10, 12, 15):
-        made[i][: len(shared)] = shared
-    return made + [[rng.randrange(4, vocab_size) for _ in range(rng.randint(1, 40))]
+    made = [[rng.randrange(4, vocab_size) for _ in range(n)] for n in lengths]
+    for needle in [needle for needle in made if len(needle) > len(shared)][::2]:
+        needle[: len(shared)] = shared
+    return made + [[rng.randrange(4, vocab_size) for _ in range(rng.randint(1, longest_filler))]
                    for _ in range(number - len(made))]
 
 
-def params(i: int, seeded: bool) -> SamplingParams:
+def params(i: int, is_needle: bool, seeded: bool) -> SamplingParams:
     """Needles are greedy or seeded; fillers mix what neighbours might ask for."""
-    if i < len(LENGTHS):
+    if is_needle:
         chosen = {"temperature": 0.8, "top_p": 0.95, "top_k": 50, "seed": 1000 + i} if seeded else {"temperature": 0.0}
         return SamplingParams(max_tokens=OUTPUT, ignore_eos=True, logprobs=0, **chosen)
     extra = [{"temperature": 0.0}, {"temperature": 0.0, "logprobs": 3}, {"temperature": 0.0, "repetition_penalty": 1.2},
@@ -54,8 +54,9 @@ def params(i: int, seeded: bool) -> SamplingParams:
 class Served:
     """Engines over one model, made once a (chunk, pool, graph) and used for the cells that share them."""
 
-    def __init__(self, folder, ops=None, **options):
+    def __init__(self, folder, ops=None, lengths=LENGTHS, longest_filler=40, **options):
         self.folder, self.ops, self.options = folder, ops, options
+        self.lengths, self.longest_filler = lengths, longest_filler
         self.llm, self.key, self.preemptions = None, None, 0
 
     def engine(self, chunk, tiny, graph) -> LLM:
@@ -80,7 +81,8 @@ class Served:
     def run(self, batch, shuffled, chunk, warm, tiny, graph, seeded) -> list[tuple]:
         """(token ids, logprob words) of every needle in one cell."""
         llm = self.engine(chunk, tiny, graph)
-        everything = prompts(llm.config.vocab_size, batch)
+        needles = range(len(self.lengths))
+        everything = prompts(llm.config.vocab_size, batch, self.lengths, self.longest_filler)
         order = list(range(len(everything)))
         if shuffled:
             random.Random(batch).shuffle(order)
@@ -91,12 +93,12 @@ class Served:
                 llm.scheduler.blocks.reset_prefix_cache()
             outputs = {}
             for group in groups:
-                done = llm.generate([everything[i] for i in group], [params(i, seeded) for i in group])
+                done = llm.generate([everything[i] for i in group], [params(i, i in needles, seeded) for i in group])
                 outputs |= dict(zip(group, done, strict=True))
         self.preemptions += llm.scheduler.num_preemptions - before
         if warm and not tiny:
-            assert sum(outputs[i].num_cached_tokens for i in range(len(LENGTHS))) > 0, "the warm cell hit no cache"
-        return [words(outputs[i]) for i in range(len(LENGTHS))]
+            assert sum(outputs[i].num_cached_tokens for i in needles) > 0, "the warm cell hit no cache"
+        return [words(outputs[i]) for i in needles]
 
 
 def words(output) -> tuple:
@@ -136,29 +138,41 @@ def compare(served, chosen) -> None:
     assert expected[True] != expected[False]
     for cell in chosen:
         for i, (found, wanted) in enumerate(zip(served.run(**cell), expected[cell["seeded"]], strict=True)):
-            assert found == wanted, f"needle {i} ({LENGTHS[i]} tokens) differs in {cell}"
-    assert served.preemptions > 0, "no cell preempted: the tiny pool is too large to test anything"
+            assert found == wanted, f"needle {i} ({served.lengths[i]} tokens) differs in {cell}"
+    if any(cell["tiny"] for cell in chosen):
+        assert served.preemptions > 0, "no cell preempted: the tiny pool is too large to test anything"
 
 
-def test_full_product_on_a_random_model(tiny_folder):
-    compare(Served(tiny_folder, load_format="dummy"), cells())
+def part(chunk, tiny) -> list[dict]:
+    return [cell for cell in cells() if (cell["chunk"], cell["tiny"]) == (chunk, tiny)]
 
 
-@pytest.mark.skipif(not SMOLLM2.is_dir(), reason="python tools/smollm2.py makes this model")
+every_part = pytest.mark.parametrize("chunk, tiny", itertools.product(AXES["chunk"], AXES["tiny"]))
+
+
+@every_part
+def test_full_product_on_a_random_model(tiny_folder, chunk, tiny):
+    compare(Served(tiny_folder, load_format="dummy"), part(chunk, tiny))
+
+
+needs_smollm2 = pytest.mark.skipif(not SMOLLM2.is_dir(), reason="python tools/smollm2.py makes this model")
+
+
+@needs_smollm2
 def test_pairwise_on_smollm2():
-    compare(Served(SMOLLM2), pairwise())
+    compare(Served(SMOLLM2, lengths=(1, 64, 65, 129, 190, 257), longest_filler=4), pairwise())
 
 
 @pytest.mark.gpu
-def test_qwen3_8b_shape(tmp_path_factory):
-    compare(Served(write_config(tmp_path_factory, QWEN3_8B), load_format="dummy"), cells())
-
-
-@pytest.mark.gpu
+@needs_smollm2
 def test_pairwise_on_smollm2_gpu():
-    if not SMOLLM2.is_dir():
-        pytest.skip("python tools/smollm2.py makes this model")
     compare(Served(SMOLLM2), pairwise())
+
+
+@pytest.mark.gpu
+@every_part
+def test_qwen3_8b_shape(tmp_path_factory, chunk, tiny):
+    compare(Served(write_config(tmp_path_factory, QWEN3_8B), load_format="dummy"), part(chunk, tiny))
 
 
 def write_config(tmp_path_factory, config):

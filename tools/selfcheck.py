@@ -28,7 +28,6 @@ from kernels.tiles import (
     AttentionSchedule,
     LinearSchedule,
     Schedules,
-    leaf_count,
     schedules,
 )
 from kernels.work import AttentionWork, plan_decode, plan_prefill
@@ -42,6 +41,7 @@ INPUTS = {  # what numbers look like, by name: shape, generator -> fp32 tensor
     "sparse": lambda shape, g: torch.randn(shape, generator=g, device=g.device)
     * (torch.rand(shape, generator=g, device=g.device) < 0.02),
 }
+LENGTHS = (512, 576, 1536, 2048, 3072, 4096, 9728, 12288)
 ROWS = (1, 7, 16, 17, 64, 128, 257)
 ATTENTION_SHAPES = ((32, 8, 128), (9, 3, 64))  # heads, KV heads, head_dim
 
@@ -55,24 +55,22 @@ class Check:
     same: bool
 
 
-def check_linear(device, dtype, schedules: list[LinearSchedule], lengths) -> Iterator[Check]:
+def check_linear(device, dtype, schedules: list[LinearSchedule], K: int) -> Iterator[Check]:
     """Each schedule at each number of rows against the reference schedule on all rows at once."""
     from kernels.linear import linear
 
     arrived = torch.zeros(16384, dtype=torch.int32, device=device)
     reference = REFERENCE.linear_for(ROWS[-1], 1, dtype.itemsize)
-    for K in lengths:
-        for kind, make in INPUTS.items():
-            generator = torch.Generator(device).manual_seed(K)
-            x, w = make((ROWS[-1], K), generator).to(dtype), make((272, K), generator).to(dtype)
-            for leaves in sorted({1, leaf_count(272, K), leaf_count(272, 12288)}):
-                if 128 * leaves > K:
-                    continue
-                expected = linear(x, w, None, leaves, torch.float32, reference, arrived)
-                for schedule in schedules:
-                    same = all(same_bits(linear(x[:m], w, None, leaves, torch.float32, schedule, arrived),
-                                         expected[:m]) for m in ROWS)
-                    yield Check("linear", f"{dtype}, K={K}, {leaves} leaves, {kind}, {schedule}", same)
+    for kind, make in INPUTS.items():
+        generator = torch.Generator(device).manual_seed(K)
+        x, w = make((ROWS[-1], K), generator).to(dtype), make((272, K), generator).to(dtype)
+        for leaves in (1, 2):
+            expected = {out: linear(x, w, None, leaves, out, reference, arrived) for out in (torch.float32, dtype)}
+            for schedule in schedules:
+                out = dtype if schedule.tma else torch.float32  # the stricter, where the schedule has it
+                same = all(same_bits(linear(x[:m], w, None, leaves, out, schedule, arrived), expected[out][:m])
+                           for m in ROWS)
+                yield Check("linear", f"{dtype}, K={K}, {leaves} leaves, {kind}, {schedule}", same)
 
 
 def attention_inputs(device, dtype, heads: int, kv_heads: int, head_dim: int, length: int):
@@ -184,18 +182,19 @@ def check_rotary(device, dtype) -> Iterator[Check]:
                     all(same_bits(a[9:10], b) for a, b in zip(fused, alone, strict=True)))
 
 
-def check_schedules(device: torch.device, dtype: torch.dtype, table: Schedules,
-                    lengths=(512, 576, 1536, 2048, 3072, 4096, 9728, 12288)) -> Iterator[Check]:
-    """Every schedule of `table` for this dtype; yields as it goes. `lengths` are the K of the products."""
+def check_schedules(device: torch.device, dtype: torch.dtype, table: Schedules, K: int | None) -> Iterator[Check]:
+    """Every schedule of `table` for this dtype; yields as it goes. Products of length K, or, without, the other ops."""
     if dtype == torch.float32:  # plain cores: one schedule, so the rows and the sharing of leaves are what is left
         one = table.linear_for(1, 1, 4)
         products = [one, replace(one, split=True)]
     else:
         products = sorted({one for _, *pair in table.linear for one in pair}, key=str)
-    yield from check_norm(device, dtype)
-    yield from check_rotary(device, dtype)
-    yield from check_attention(device, dtype, [table.prefill], [table.decode])
-    yield from check_linear(device, dtype, products, lengths)
+    if K:
+        yield from check_linear(device, dtype, products, K)
+    else:
+        yield from check_norm(device, dtype)
+        yield from check_rotary(device, dtype)
+        yield from check_attention(device, dtype, [table.prefill], [table.decode])
 
 
 def main() -> int:
@@ -208,7 +207,8 @@ def main() -> int:
         return 2
     device = torch.device("cuda")
     table = CONSERVATIVE if args.table == "conservative" else schedules("auto", torch.cuda.get_device_capability())
-    done = list(tqdm(check_schedules(device, getattr(torch, args.dtype), table), "comparisons", leave=False))
+    done = [check for K in tqdm((None, *LENGTHS), "lengths of K", leave=False)
+            for check in check_schedules(device, getattr(torch, args.dtype), table, K)]
     for check in done:
         if not check.same:
             print(f"DIFFERS: {check.op}: {check.what}")

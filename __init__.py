@@ -11,15 +11,11 @@ _here = str(Path(__file__).parent)
 sys.path.insert(0, _here)
 try:
     import engine
-    import kernels
-    import sampler
 finally:
     sys.path.remove(_here)
-for _module in (engine, kernels, sampler):
-    if not str(Path(_module.__file__)).startswith(_here):
-        raise ImportError(f"samebits needs its own {_module.__name__!r}, but {_module.__file__} is already imported")
+if not str(Path(engine.__file__)).startswith(_here):
+    raise ImportError(f"samebits needs its own 'engine', but {engine.__file__} is already imported")
 
 LLM, RequestOutput, CompletionOutput = engine.LLM, engine.RequestOutput, engine.CompletionOutput
-SamplingParams = sampler.SamplingParams
-same_bits = kernels.same_bits
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "same_bits"]
+SamplingParams = engine.SamplingParams
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]

@@ -70,8 +70,7 @@ class BlockManager:
         self.free.pop(block, None)
 
     def allocate(self) -> int:
-        """A block with undefined content, owned once: the least recently used free one. Its cache entry is dropped.
-        The caller checks `num_free` first."""
+        """The least recently used free block, of which there must be one, now owned once; its cache entry is gone."""
         block, _ = self.free.popitem(last=False)
         if key := self.key.pop(block, None):
             del self.index[key], self.uid[block]

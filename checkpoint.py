@@ -24,11 +24,8 @@ def resolve(model: str, revision: str | None = None) -> Path:
     """Return the folder of `model`: an existing folder as it is, else the hub repository `owner/name`, cached.
 
     Only safetensors, JSON and chat template files are fetched: nothing that holds code.  HF_HUB_OFFLINE, HF_ENDPOINT,
-    HF_HOME and HF_TOKEN mean what they mean to huggingface_hub.
-
-    Raises:
-        ValueError: no such folder, no such repository or revision, no access, or a folder without config.json.
-        ConnectionError: the hub does not answer (or is switched off) and the cache has no copy.
+    HF_HOME and HF_TOKEN mean what they mean to huggingface_hub.  Raises ValueError (no such folder, repository or
+    revision, no access, no config.json) or ConnectionError (no answer, and no copy in the cache).
     """
     folder = Path(model).expanduser()
     if not model or not folder.is_dir():  # Path("") would be the working directory
@@ -87,14 +84,10 @@ def read_json(folder: Path, name: str, required: bool = False) -> dict:
 class Checkpoint:
     """The safetensors files of one folder, checked against their index, and the tensors in them.
 
-    Attributes:
-        files: the files that count, in name order: those the index names, else `model.safetensors`.  Others in the
-            folder are ignored.
-        shapes, dtypes: by tensor name; a dtype as safetensors spells it ("BF16", "F32").
+    files: those that count, in name order: the index's, else `model.safetensors`; others in the folder are ignored
+    shapes, dtypes: by tensor name; a dtype as safetensors spells it ("BF16", "F32")
 
-    Raises:
-        ValueError: no safetensors, or files that are absent, damaged, or at odds with the index; names the file and,
-            where one is concerned, the tensor.
+    Raises ValueError if files are absent, damaged, or at odds with the index, naming the file and the tensor.
     """
 
     def __init__(self, folder: Path):

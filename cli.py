@@ -1,10 +1,11 @@
 """The command line of the engine: arguments in, text or JSON lines out, figures on stderr."""
 
 import argparse
+import inspect
 import json
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from tqdm import tqdm
 
@@ -41,7 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     defaults = "the checkpoint's generation_config.json gives the default"
     add = parser.add_argument_group("sampling", "An answer is a function of prompt, model and these.").add_argument
-    add("--max-tokens", type=int, metavar="N", help="most tokens to generate (default: 512, or what fits)")
+    add("--max-tokens", type=int, metavar="N", default=512, help="most tokens to generate (default: %(default)s)")
     add("--min-tokens", type=int, default=0, metavar="N", help="end tokens and stop strings do not count before N")
     add("--temperature", type=float, metavar="T", help=f"0 is greedy; {defaults}, else 1")
     add("--top-k", type=int, metavar="K", help="keep the K most likely tokens; 0 keeps all")
@@ -65,7 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--max-num-batched-tokens", type=int, metavar="N", help="most tokens in a step (default: 8192, on CPU 512)")
     add("--gpu-memory-utilization", type=float, default=0.85, metavar="F", help="share of it (default: %(default)s)")
     add("--num-gpu-blocks-override", type=int, metavar="N", help="size of the KV cache in blocks of 64 tokens")
-    add("--no-enable-prefix-caching", action="store_true")
+    add("--no-enable-prefix-caching", dest="enable_prefix_caching", action="store_false")
     add("--enforce-eager", action="store_true", help="no CUDA graphs")
 
     add = parser.add_argument_group("output").add_argument
@@ -88,20 +89,15 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     return prompts
 
 
-def sampling_params(args: argparse.Namespace) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=args.max_tokens, min_tokens=args.min_tokens, temperature=args.temperature, top_k=args.top_k,
-        top_p=args.top_p, min_p=args.min_p, seed=args.seed, n=args.n, stop=tuple(args.stop),
-        stop_token_ids=tuple(args.stop_token_ids), ignore_eos=args.ignore_eos,
-        logprobs=args.logprobs if args.logprobs is not None or not args.json else 0,
-        prompt_logprobs=args.prompt_logprobs, repetition_penalty=args.repetition_penalty,
-        presence_penalty=args.presence_penalty, frequency_penalty=args.frequency_penalty)
+def chosen(args: argparse.Namespace, names) -> dict:
+    """Those of the arguments that a constructor knows, by name."""
+    return {name: value for name, value in vars(args).items() if name in names}
 
 
 def print_json(llm: LLM, output: RequestOutput) -> None:
     for out in output.outputs:
         record = {"prompt": output.prompt, **asdict(out), "fingerprint": llm.fingerprint, "timings": output.timings,
-                  "params": output.params.to_dict()}
+                  "params": asdict(output.params)}
         del record["delta"]
         if out.top_logprobs is None:
             del record["top_logprobs"]
@@ -115,15 +111,13 @@ def print_json(llm: LLM, output: RequestOutput) -> None:
 def run(args: argparse.Namespace) -> int:
     start = time.perf_counter()
     prompts = [] if args.fingerprint else read_prompts(args)
-    llm = LLM(args.model, revision=args.revision, device=args.device, dtype=args.dtype, schedule=args.schedule,
-              load_format=args.load_format, max_model_len=args.max_model_len, max_num_seqs=args.max_num_seqs,
-              max_num_batched_tokens=args.max_num_batched_tokens, gpu_memory_utilization=args.gpu_memory_utilization,
-              num_gpu_blocks_override=args.num_gpu_blocks_override, enforce_eager=args.enforce_eager,
-              enable_prefix_caching=not args.no_enable_prefix_caching, progress=sys.stderr.isatty())
+    llm = LLM(**chosen(args, inspect.signature(LLM).parameters), progress=sys.stderr.isatty())
     if args.fingerprint:
         print(llm.fingerprint)
         return 0
-    params = sampling_params(args)
+    params = SamplingParams(**chosen(args, SamplingParams.__dataclass_fields__))
+    if args.json and params.logprobs is None:
+        params = replace(params, logprobs=0)  # the tokens' own
     options = {}
     if args.chat:
         system = [{"role": "system", "content": args.system}] if args.system else []
@@ -134,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
     if len(prompts) == 1 and args.n == 1 and not args.json:
         for output in llm.stream(prompts[0], params, **options):
             print(output.outputs[0].delta, end="", flush=True)
-        print()
+        print(flush=True)
         outputs = [output]
     else:
         outputs = llm.generate(prompts, params, progress=sys.stderr.isatty() and len(prompts) > 1, **options)

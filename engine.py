@@ -5,7 +5,6 @@ runner compute it, and absorbs the tokens: text, log-probabilities, the end. `ge
 are loops over `step`. Run as a program, this file is the command line (cli.py).
 """
 
-import os
 import secrets
 import sys
 import time
@@ -34,8 +33,7 @@ CPU_CACHE_BYTES = 1 << 30
 
 @dataclass
 class CompletionOutput:
-    """One completion so far. `text` is all of it, `delta` what the last step added. `logprobs` holds one float a
-    token (of the model's own distribution), `top_logprobs` the alternatives asked for."""
+    """One completion so far: `text` is all of it, `delta` what the last step added; one of `logprobs` a token."""
 
     index: int
     seed: int
@@ -84,8 +82,7 @@ class LLM:
     max_model_len: longest prompt + output [what the model and the cache allow]
     max_num_seqs, max_num_batched_tokens: most sequences and tokens in a step
     gpu_memory_utilization: share of the GPU's memory to use; num_gpu_blocks_override: size of the cache in blocks of 64
-    enable_prefix_caching, enforce_eager (no CUDA graphs): as in vLLM
-    ops: another op table (for tests and benchmarks)
+    enable_prefix_caching, enforce_eager (no CUDA graphs): as in vLLM; ops: another op table (tests, benchmarks)
     """
 
     def __init__(self, model: str | Path = DEFAULT_MODEL, *, revision: str | None = None, device: str = "auto",
@@ -189,9 +186,11 @@ class LLM:
                 raise ValueError(f"token id {token} is outside the vocabulary of {self.config.vocab_size}")
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and this model folder has no tokenizer.json")
-        request_id = request_id if request_id is not None else self._new_id()
         if request_id in self.requests:
             raise ValueError(f"request id {request_id!r} is in use")
+        if request_id is None:
+            self._next_id += 1
+            request_id = f"req-{self._next_id}"
         seed = params.seed if params.seed is not None else secrets.randbits(53)
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
         output = RequestOutput(request_id, prompt if isinstance(prompt, str) else None, token_ids, params)
@@ -231,8 +230,7 @@ class LLM:
         return list(changed.values())
 
     def abort(self, request_id: str) -> None:
-        """End a request wherever it is, free its blocks and forget it. An unknown id is ignored: it may have just
-        ended."""
+        """End a request wherever it is and free its blocks. An unknown id is ignored: it may have just ended."""
         if request := self.requests.get(request_id):
             for index, seq in enumerate(request.seqs):
                 if seq.finish_reason is None:
@@ -241,10 +239,6 @@ class LLM:
     @property
     def has_unfinished_requests(self) -> bool:
         return self.scheduler.has_work
-
-    def _new_id(self) -> str:
-        self._next_id += 1
-        return f"req-{self._next_id}"
 
     def _encode(self, prompt: str | list[int], add_special_tokens: bool) -> list[int]:
         if isinstance(prompt, str):
@@ -398,11 +392,10 @@ def find_model(model: str, revision: str | None) -> Path:
 def pick_device(name: str) -> torch.device:
     if name not in ("auto", "cuda", "cpu"):
         raise ValueError(f"unknown device {name!r}: use 'auto', 'cuda' or 'cpu'")
-    available = torch.cuda.is_available()
-    if name == "cuda" and not available:
-        raise ValueError("device 'cuda' asked for, but torch sees no GPU: use 'auto' or 'cpu'")
-    if name == "cpu" or not available:
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError("device 'cuda' asked for, but torch sees no GPU: use 'auto' or 'cpu'")
     device = torch.device("cuda", torch.cuda.current_device())
     if (capability := torch.cuda.get_device_capability(device)) < (8, 0):
         raise ValueError(f"this GPU has compute capability {capability[0]}.{capability[1]}; samebits needs 8.0 or "
@@ -420,15 +413,12 @@ def pick_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dt
 
 def end_token_ids(generation_config: dict, config: dict, tokenizer: Tokenizer | None) -> frozenset[int]:
     """Every id that ends a text: generation_config's, config's and the tokenizer's, each an int or a list."""
-    found: set[int] = set()
-    for value in (generation_config.get("eos_token_id"), config.get("eos_token_id"),
-                  tokenizer.eos_token_id if tokenizer else None):
-        found |= set(value) if isinstance(value, list) else {value} if value is not None else set()
-    return frozenset(found)
+    given = [generation_config.get("eos_token_id"), config.get("eos_token_id"), tokenizer and tokenizer.eos_token_id]
+    lists = [value if isinstance(value, list) else [value] for value in given if value is not None]
+    return frozenset(token for ids in lists for token in ids)
 
 
 if __name__ == "__main__":
     from cli import main
 
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     sys.exit(main())

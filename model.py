@@ -55,14 +55,13 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, config: dict) -> "ModelConfig":
         """Read a config.json. Raises ValueError naming whatever of it samebits does not implement."""
-        names = config.get("architectures") or ["(none)"]
-        architecture = names[0]
+        architecture = (config.get("architectures") or ["(none)"])[0]
         if architecture not in ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM"):
             raise ValueError(f"unsupported architecture {architecture!r}: samebits runs Qwen3ForCausalLM, "
                              "Qwen2ForCausalLM and LlamaForCausalLM")
-        if quantisation := config.get("quantization_config"):
-            method = quantisation.get("quant_method", "unknown method")
-            raise ValueError(f"quantised checkpoint ({method}): samebits runs bfloat16, float16 and float32 weights")
+        if quantised := config.get("quantization_config"):
+            raise ValueError(f"quantised checkpoint ({quantised.get('quant_method', 'unknown method')}): samebits runs "
+                             "bfloat16, float16 and float32 weights")
         if (act := config.get("hidden_act", "silu")) != "silu":
             raise ValueError(f"unsupported activation hidden_act={act!r}: samebits implements 'silu'")
         if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
@@ -167,7 +166,7 @@ class Batch:
 
     input_ids: torch.Tensor
     attention: AttentionWork
-    logits_rows: torch.Tensor | None
+    logits_rows: torch.Tensor | None = None
 
 
 @dataclass
@@ -285,17 +284,15 @@ class Model:
         for name, dtype in checkpoint.dtypes.items():
             if dtype not in FLOATS:
                 raise ValueError(f"tensor {name} has dtype {dtype}: samebits loads {', '.join(sorted(FLOATS))}")
-        copies = {}
+        head_copy = None
         for name, data in checkpoint.tensors(progress):
-            tensor = data[:]
             if name in self.weights:
-                self.weights[name].copy_(tensor.to(self.dtype))
-            else:
-                copies[name] = tensor.to(self.dtype)
-        for tensor in copies.values():
-            if not torch.equal(tensor.float(), self.embed_tokens.cpu().float()):
-                raise ValueError(f"{head} differs from model.embed_tokens.weight, but tie_word_embeddings is true: "
-                                 "set it to false in config.json, or remove the tensor")
+                self.weights[name].copy_(data[:].to(self.dtype))
+            elif name == head:
+                head_copy = data[:].to(self.dtype)
+        if head_copy is not None and not torch.equal(head_copy.float(), self.embed_tokens.cpu().float()):
+            raise ValueError(f"{head} differs from model.embed_tokens.weight, but tie_word_embeddings is true: "
+                             "set it to false in config.json, or remove the tensor")
 
     def load_dummy(self, progress: bool = True) -> None:
         """Random weights, made on the device, from a generator keyed by each tensor's name (no two are alike).

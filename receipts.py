@@ -7,6 +7,7 @@ nothing that may not (batch, ports, cache, restarts) is.
 import hashlib
 import json
 import platform
+import re
 from pathlib import Path
 
 import torch
@@ -21,17 +22,16 @@ DIGEST_FILE = ".samebits-digest.json"
 
 
 def weight_digest(folder: Path, progress: bool = True) -> str:
-    """sha256 over the checkpoint's safetensors files, 16 hex digits. Cached beside the model (where that is
-    writable), keyed by each file's size and time of change."""
+    """sha256 over the safetensors files, 16 hex digits; cached beside the model by each file's size and time."""
     files = Checkpoint(folder).files
     stamp = {f.name: [f.stat().st_size, f.stat().st_mtime_ns] for f in files}
     cached = folder / DIGEST_FILE
     try:
         known = json.loads(cached.read_text())
-        if known["files"] == stamp:
-            return known["digest"]
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
+    except (OSError, ValueError):
+        known = {}
+    if known.get("files") == stamp:
+        return known["digest"]
     digest = hashlib.sha256()
     total = sum(size for size, _ in stamp.values())
     with tqdm(total=total, desc="weight digest", unit="B", unit_scale=True, disable=not progress, leave=False) as bar:
@@ -50,12 +50,9 @@ def weight_digest(folder: Path, progress: bool = True) -> str:
 
 def processor_kind() -> str:
     """The processor's model name: on CPU it takes part in the bits."""
-    try:
-        with open("/proc/cpuinfo") as info:
-            fields = dict(line.split(":", 1) for line in info.read().split("\n\n")[0].splitlines() if ":" in line)
-        return next(value.strip() for key, value in fields.items() if key.strip() == "model name")
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*:\s*(.+)", info.read_text()) if info.exists() else None
+    return found[1] if found else platform.processor() or platform.machine()
 
 
 def fingerprint_parts(config: ModelConfig, ops: Ops, device: torch.device, dtype: torch.dtype, weights: str) -> dict:

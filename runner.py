@@ -4,7 +4,7 @@ Owns the device-side inputs, the CUDA graphs of decode steps and the copies betw
 sequences and never changes them; it knows nothing of text.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -56,14 +56,6 @@ def pack(shape: Shape, arrays: dict[str, np.ndarray]) -> tuple[np.ndarray, dict[
     return buffer, offsets
 
 
-@dataclass
-class Graph:
-    """A captured decode step and its static packed input; its logits land in `Runner.graph_logits`."""
-
-    inputs: torch.Tensor
-    graph: torch.cuda.CUDAGraph
-
-
 @dataclass(frozen=True)
 class StepOutput:
     """What a step yields for one sequence: the next token, or None if its prompt is not done yet; and logprobs."""
@@ -85,7 +77,8 @@ class Runner:
         self.use_graphs = self.device.type == "cuda" and not enforce_eager
         sizes = {1, 2, 4, *range(8, 64, 8), *range(64, max_num_seqs, 16), max_num_seqs}
         self.graph_sizes = sorted(size for size in sizes if size <= max_num_seqs)
-        self.graphs: dict[Shape, Graph] = {}
+        # A captured decode step has a static packed input, and leaves its logits in `graph_logits`.
+        self.graphs: dict[Shape, tuple[torch.Tensor, torch.cuda.CUDAGraph]] = {}
         self.graph_pool = None
         rows = max_num_seqs if self.use_graphs else 0
         self.graph_logits = torch.empty((rows, model.config.vocab_size), dtype=torch.float32, device=self.device)
@@ -104,7 +97,7 @@ class Runner:
             prompt_logprobs = {}
         else:
             buffer, offsets = pack(shape, arrays)
-            batch = self._batch(self._upload(buffer), offsets, shape, grid, None)
+            batch = self._batch(self._upload(buffer), offsets, shape, grid)
             if prompts:  # every row may be wanted; otherwise only the last of each sequence goes on to the norm
                 hidden_states = self.model.forward(batch, self.kv_cache)
                 prompt_logprobs = self._score_prompts(seqs, ends, hidden_states)
@@ -147,7 +140,7 @@ class Runner:
         host = torch.from_numpy(buffer)
         return host if self.device.type == "cpu" else host.pin_memory().to(self.device, non_blocking=True)
 
-    def _batch(self, packed: torch.Tensor, offsets: dict[str, int], shape: Shape, grid, logits_rows) -> Batch:
+    def _batch(self, packed: torch.Tensor, offsets: dict[str, int], shape: Shape, grid) -> Batch:
         """Views of the packed buffer, named."""
         sizes = shape.fields()
         view = {name: packed[offsets[name] : offsets[name] + sizes[name]] for name in sizes}
@@ -156,11 +149,10 @@ class Runner:
             view["prefill_items"].view(-1, ITEM_FIELDS), view["decode_items"].view(-1, ITEM_FIELDS),
             view["merges"].view(-1, MERGE_FIELDS), view["counts"], *grid, split_decode=shape.split_decode,
             max_partials=shape.decode_items if shape.split_decode else 0)
-        return Batch(view["input_ids"], work, logits_rows)
+        return Batch(view["input_ids"], work)
 
     def _with_rows(self, batch: Batch, rows: list[int]) -> Batch:
-        index = torch.tensor(rows, dtype=torch.int64, device=self.device)
-        return Batch(batch.input_ids, batch.attention, index)
+        return replace(batch, logits_rows=torch.tensor(rows, dtype=torch.int64, device=self.device))
 
     def _graph_size(self, seqs: list[Sequence]) -> int | None:
         """The captured size that holds this decode step; None if it is not one, or graphs are off."""
@@ -178,16 +170,17 @@ class Runner:
         used = offsets["decode_items"] + arrays["decode_items"].size  # the dead tail of the work list stays behind
         if shape not in self.graphs:
             self.graphs[shape] = self._capture(shape, buffer, offsets)
-        graph = self.graphs[shape]
-        graph.inputs[:used].copy_(torch.from_numpy(buffer[:used]).pin_memory(), non_blocking=True)
-        graph.graph.replay()
+        inputs, graph = self.graphs[shape]
+        inputs[:used].copy_(torch.from_numpy(buffer[:used]).pin_memory(), non_blocking=True)
+        graph.replay()
         return self.graph_logits[: live.num_seqs]
 
-    def _capture(self, shape: Shape, buffer: np.ndarray, offsets: dict[str, int]) -> Graph:
+    def _capture(self, shape: Shape, buffer: np.ndarray,
+                 offsets: dict[str, int]) -> tuple[torch.Tensor, torch.cuda.CUDAGraph]:
         inputs = self._upload(buffer)
         kv_heads = self.model.config.num_kv_heads
         walkers = max(1, self.ops.grid // kv_heads) if shape.split_decode else shape.num_seqs
-        batch = self._batch(inputs, offsets, shape, (0, walkers, shape.merges), None)
+        batch = self._batch(inputs, offsets, shape, (0, walkers, shape.merges))
 
         def run() -> None:
             self.model.logits(self.model.forward(batch, self.kv_cache), self.graph_logits[: shape.num_seqs])
@@ -198,7 +191,7 @@ class Runner:
         with torch.cuda.graph(graph, pool=self.graph_pool):
             run()
         self.graph_pool = self.graph_pool or graph.pool()
-        return Graph(inputs, graph)
+        return inputs, graph
 
     def _choose(self, logits: torch.Tensor, seqs: list[Sequence]) -> list[tuple]:
         """(token id, logprob, top logprobs) of each sequence that gets a token in this step."""
@@ -250,7 +243,7 @@ class Runner:
         zeros = np.zeros(num_tokens, np.int64)
         shape = Shape(num_tokens, 1, 1, 0, 0, 0, False)
         buffer, offsets = pack(shape, {"input_ids": zeros, "positions": zeros})
-        batch = self._batch(self._upload(buffer), offsets, shape, (0, 0, 0), None)
+        batch = self._batch(self._upload(buffer), offsets, shape, (0, 0, 0))
         hidden_states = self.model.forward(self._with_rows(batch, [0] * num_seqs), self.kv_cache)
         logits = self.model.logits(hidden_states)
         self._logprobs(logits.clone(), self.ops.argmax(logits), 1)

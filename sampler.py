@@ -8,7 +8,7 @@ import hashlib
 import math
 import numbers
 from collections import Counter
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -104,9 +104,6 @@ class SamplingParams:
     def adjusts_logits(self) -> bool:
         return (self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
                 or self.min_tokens > 0 or bool(self.logit_bias))
-
-    def to_dict(self) -> dict:
-        return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
 def completion_seed(seed: int, index: int) -> int:

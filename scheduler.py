@@ -43,8 +43,6 @@ class Sequence:
     finish_reason: str | None = None
     block_table: list[int] = field(default_factory=list)
     block_uids: list[object] = field(default_factory=list)  # of the leading blocks that are in the prefix index
-    logprobs: list[float] = field(default_factory=list)
-    top_logprobs: list[dict[int, float]] = field(default_factory=list)
     prompt_logprobs: list = field(default_factory=list)  # entry i belongs to prompt token i; entry 0 is None
     arrival_time: float = field(default_factory=time.perf_counter)
     first_token_time: float | None = None
@@ -52,10 +50,6 @@ class Sequence:
 
     def __post_init__(self):
         self.num_prompt_tokens = len(self.token_ids)
-
-    @property
-    def output_token_ids(self) -> list[int]:
-        return self.token_ids[self.num_prompt_tokens :]
 
     @property
     def wants_prompt_logprobs(self) -> bool:

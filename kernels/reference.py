@@ -13,7 +13,6 @@ Products are fp32: a product of two bf16 or fp16 numbers is exact in it, so `x.f
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -34,10 +33,7 @@ def tiled_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     tiles = weight[: full * COLUMNS].unflatten(0, (full, COLUMNS)).mT if full else ()
     if M == 1 and full * COLUMNS == N:  # what a single stream does all day
         return torch.bmm(x.expand(full, 1, K), tiles).view(1, N)
-    if 0 < M <= full:  # one call a row, over all column tiles, or one a column tile, over all rows
-        parts = [torch.cat([torch.bmm(row.expand(full, 1, K), tiles).view(1, -1) for row in rows])]
-    else:
-        parts = [torch.bmm(rows, tile.expand(M, K, COLUMNS)).squeeze(1) for tile in tiles]
+    parts = [torch.bmm(rows, tile.expand(M, K, COLUMNS)).squeeze(1) for tile in tiles]
     if N % COLUMNS:
         edge = F.pad(weight[full * COLUMNS :], (0, 0, 0, -N % COLUMNS)).T.expand(M, K, COLUMNS)
         parts.append(torch.bmm(rows, edge).squeeze(1)[:, : N % COLUMNS])
@@ -113,16 +109,6 @@ def rotary_and_cache(qkv, q_norm, k_norm, eps, cos_sin, work, k_cache, v_cache, 
     return rotate(q, q_norm)
 
 
-@dataclass(frozen=True)
-class SplitView:
-    """What the items of a `LockStep` see of one KV split: pages, which slots are written, which keys are visible."""
-
-    live: torch.Tensor | None  # [L] items with keys in this split; None: all of them
-    pages: torch.Tensor  # [L, T]
-    written: torch.Tensor  # [L, T, 1, KV_TILE, 1] bool
-    visible: torch.Tensor  # [L, T, 1, R, KV_TILE] bool
-
-
 class LockStep:
     """Work items that walk their splits together, and their index arithmetic: the same for every layer of a step.
 
@@ -143,6 +129,7 @@ class LockStep:
         self.rows = torch.where(valid, index, 0)  # [A, Hkv, R] into q viewed as [-1, head_dim]
         self.valid = torch.nonzero(valid.flatten()).flatten()
         self.destination = index.flatten()[self.valid]
+        # A split: items with keys in it [L] (None: all), their pages [L, T], slots written, keys visible to each row.
         self.splits = []
         for start in range(0, int(num_keys.max()), kv_split):
             live = torch.nonzero(num_keys > start).flatten()
@@ -151,10 +138,9 @@ class LockStep:
             columns = (start // KV_TILE + torch.arange(T)).clamp(max=work.block_tables.shape[1] - 1)
             limit = num_keys[live, None]
             pages = torch.where(keys[:, 0] < limit, work.block_tables[seqs[live]][:, columns].long(), 0)
-            self.splits.append(SplitView(
-                None if len(live) == len(items) else live, pages,
-                (keys < limit[..., None]).view(len(live), T, 1, KV_TILE, 1),
-                keys[:, None, None] <= position[live].view(-1, 1, 1, R, 1)))
+            self.splits.append((None if len(live) == len(items) else live, pages,
+                                (keys < limit[..., None]).view(len(live), T, 1, KV_TILE, 1),
+                                keys[:, None, None] <= position[live].view(-1, 1, 1, R, 1)))
 
     def attend(self, q, k_cache, v_cache, scale: float) -> torch.Tensor:
         """Outputs of all items' rows: [num_valid_rows, head_dim] in the order of `destination`."""
@@ -163,14 +149,13 @@ class LockStep:
         rows = q.reshape(-1, D).index_select(0, self.rows.flatten()).view(A, 1, Hkv, R, D).float()
         ones = torch.ones((1, KV_TILE, 8))
         total = None
-        for split in self.splits:
-            (L, T), live = split.pages.shape, split.live
-            k, v = (c.index_select(0, split.pages.flatten()).float().view(L, T, Hkv, KV_TILE, D)
-                    for c in (k_cache, v_cache))
-            v = v.masked_fill(~split.written, 0.0)  # 0 x NaN must not reach a sum; scores are masked instead
+        for live, pages, written, visible in self.splits:
+            L, T = pages.shape
+            k, v = (c.index_select(0, pages.flatten()).float().view(L, T, Hkv, KV_TILE, D) for c in (k_cache, v_cache))
+            v = v.masked_fill(~written, 0.0)  # 0 x NaN must not reach a sum; scores are masked instead
             x = (rows if live is None else rows[live]).expand(L, T, Hkv, R, D).reshape(-1, R, D)
             scores = torch.bmm(x, k.view(-1, KV_TILE, D).transpose(1, 2)).view(L, T, Hkv, R, KV_TILE)
-            scores = torch.where(split.visible, scores * (scale * math.log2(math.e)), -torch.inf)
+            scores = torch.where(visible, scores * (scale * math.log2(math.e)), -torch.inf)
             # Running maxima, tile by tile: max is exact, so the exponentials of all tiles can be taken at once.
             running = scores.amax(-1, keepdim=True).cummax(1).values
             safe = running if total is None else running.masked_fill(running == -torch.inf, 0.0)

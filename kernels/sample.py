@@ -52,26 +52,20 @@ def order(x):
 
 
 @triton.jit
-def measure(x, keys, ids, V, cut, cut_id, peak, temperature, COUNT: tl.constexpr, SCALE_BITS: tl.constexpr):
-    """Weight (1, or the mass at this temperature) of the entries at or before (cut, cut_id) in (value, id) order."""
-    inside = (ids < V) & ((keys > cut) | ((keys == cut) & (ids <= cut_id)))
-    weight = tl.full(x.shape, 1, tl.int64) if COUNT else mass((x - peak) / temperature, 0.0, SCALE_BITS)
-    return tl.where(inside, weight, 0)
-
-
-@triton.jit
 def total_until(row_ptr, V, cut, cut_id, floor, floor_id, peak, temperature, COUNT: tl.constexpr,
                 SCALE_BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum of `measure` over the row, restricted to the entries at or before (floor, floor_id)."""
+    """Weight (1, or the mass at this temperature) of the entries at or before both (cut, cut_id) and (floor, floor_id)
+    in (value, lowest id first) order."""
     offs = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.int64)
     for start in range(0, V, BLOCK):
         ids = start + offs
         x = tl.load(row_ptr + ids, mask=ids < V, other=float("-inf"))
         keys = order(x)
-        allowed = (keys > floor) | ((keys == floor) & (ids <= floor_id))
-        weight = measure(x, keys, ids, V, cut, cut_id, peak, temperature, COUNT, SCALE_BITS)
-        total += tl.where(allowed, weight, 0)
+        inside = (ids < V) & ((keys > cut) | ((keys == cut) & (ids <= cut_id)))
+        inside &= (keys > floor) | ((keys == floor) & (ids <= floor_id))
+        weight = tl.full((BLOCK,), 1, tl.int64) if COUNT else mass((x - peak) / temperature, 0.0, SCALE_BITS)
+        total += tl.where(inside, weight, 0)
     return tl.sum(total, 0)
 
 

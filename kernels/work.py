@@ -44,8 +44,7 @@ class AttentionWork:
 def plan_prefill(query_starts, query_lens, seq_lens, query_tile: int) -> np.ndarray:
     """Items of the sequences with more than one query token: tiles of `query_tile` tokens, longest walk first.
 
-    query_starts, query_lens, seq_lens: int arrays [num_seqs]
-    returns [num_items, ITEM_FIELDS] int32
+    query_starts, query_lens, seq_lens: int arrays [num_seqs]; returns [num_items, ITEM_FIELDS] int32
     """
     items = []
     for seq in np.flatnonzero(np.asarray(query_lens) > 1):
@@ -59,10 +58,7 @@ def plan_prefill(query_starts, query_lens, seq_lens, query_tile: int) -> np.ndar
 
 
 def plan_decode(query_starts, query_lens, seq_lens, split: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Items and merges of the sequences with one query token: whole, or one item a split.
-
-    returns ([num_items, ITEM_FIELDS] int32, [num_merges, MERGE_FIELDS] int32)
-    """
+    """(items, merges), int32, of the sequences with one query token: whole, or one item a split."""
     seqs = np.flatnonzero(np.asarray(query_lens) == 1).astype(np.int32)
     tokens = np.asarray(query_starts, np.int32)[seqs]
     splits = -(-np.asarray(seq_lens, np.int32)[seqs] // KV_SPLIT)

@@ -15,6 +15,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from kernels import activation, attention, embedding, linear, logprobs, norm, rotary, sample, tiles
@@ -38,6 +39,8 @@ def source(kernel: JITFunction, bound: dict) -> tuple[ASTSource, dict]:
         value = bound[param.name]
         if param.is_constexpr:
             signature[param.name], constants[param.name] = "constexpr", value
+        elif isinstance(value, TensorDescriptor):
+            signature[param.name] = f"tensordesc<{TYPES[value.base.dtype][1:]}{list(value.block_shape)}>"
         elif isinstance(value, torch.Tensor):
             signature[param.name] = TYPES[value.dtype]
             attributes[(i,)] = [["tt.divisibility", 16]]

@@ -170,7 +170,7 @@ def test_fingerprint(llm, call, tmp_path):
     code, first, _ = call("--fingerprint")
     assert (code, first) == (0, llm.fingerprint + "\n") and first.startswith("sb1-")
     assert call("--fingerprint", "--max-num-seqs", "3", "--no-enable-prefix-caching")[1] == first
-    others = [call("--fingerprint", "--dtype", "float32")[1],
+    others = [call("--fingerprint", "--dtype", "float16")[1],
               call("--fingerprint", model=write_text_folder(tmp_path / "theta", rope_theta=9.0))[1]]
     for name, scale in (("a", 1.0), ("b", 2.0)):
         folder = write_text_folder(tmp_path / name)

@@ -302,13 +302,13 @@ def test_adjustments_by_hand():
     logits = torch.tensor([[4.0, -4.0, 8.0, -8.0, 2.0, 1.0, 0.0]] * 3)
     params = SamplingParams(repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25, min_tokens=4,
                             logit_bias={4: 1.5, 5: -1.0}).resolve({})
-    plain = SamplingRow(SamplingParams().resolve({}), 0, [0, 1], [2], frozenset({6}))
-    row = SamplingRow(params, 0, [0, 1, 4], [2, 3, 3], frozenset({6}))
+    plain = SamplingRow(SamplingParams().resolve({}), 0, [0, 1, 2], 2, frozenset({6}))
+    row = SamplingRow(params, 0, [0, 1, 4, 2, 3, 3], 3, frozenset({6}))
     adjusted = adjust(logits, [plain, row, plain])
     assert adjusted[1].tolist() == [2.0, -8.0, 4 - 0.75, -16 - 1.0, 1 + 1.5, 0.0, -math.inf]
     assert kernels.same_bits(adjusted[::2], logits[::2]), "a neighbour's penalties are its own"
     assert logits[1].tolist() == logits[0].tolist(), "the logits themselves stay as they are, for logprobs"
-    assert adjust(logits, [replace(row, output_token_ids=[2, 3, 3, 0])] * 3)[0, 6] == 0.0
+    assert adjust(logits, [replace(row, token_ids=[0, 1, 4, 2, 3, 3, 0])] * 3)[0, 6] == 0.0
 
 
 def test_penalties_and_bias_reach_the_sampler(llm):

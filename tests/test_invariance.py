@@ -66,7 +66,7 @@ class Served:
                 torch.cuda.empty_cache()
             self.llm = LLM(self.folder, progress=False, ops=self.ops, max_num_seqs=257, max_model_len=512,
                            max_num_batched_tokens=chunk or 32768, enforce_eager=not graph,
-                           num_gpu_blocks_override=18 if tiny else 2048, **self.options)
+                           num_gpu_blocks_override=9 if tiny else 2048, **self.options)
             self.key = chunk, tiny, graph
             step = self.llm.step
 
@@ -147,7 +147,7 @@ def part(chunk, tiny) -> list[dict]:
     return [cell for cell in cells() if (cell["chunk"], cell["tiny"]) == (chunk, tiny)]
 
 
-every_part = pytest.mark.parametrize("chunk, tiny", itertools.product(AXES["chunk"], AXES["tiny"]))
+every_part = pytest.mark.parametrize("chunk, tiny", list(itertools.product(AXES["chunk"], AXES["tiny"])))
 
 
 @every_part
@@ -160,7 +160,7 @@ needs_smollm2 = pytest.mark.skipif(not SMOLLM2.is_dir(), reason="python tools/sm
 
 @needs_smollm2
 def test_pairwise_on_smollm2():
-    compare(Served(SMOLLM2, lengths=(1, 64, 65, 129, 190, 257), longest_filler=4), pairwise())
+    compare(Served(SMOLLM2, lengths=(1, 64, 129, 257), longest_filler=2), pairwise())
 
 
 @pytest.mark.gpu

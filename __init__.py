@@ -13,7 +13,7 @@ try:
     import engine
 finally:
     sys.path.remove(_here)
-if not str(Path(engine.__file__)).startswith(_here):
+if Path(engine.__file__).parent != Path(_here):
     raise ImportError(f"samebits needs its own 'engine', but {engine.__file__} is already imported")
 
 LLM, RequestOutput, CompletionOutput = engine.LLM, engine.RequestOutput, engine.CompletionOutput

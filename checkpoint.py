@@ -133,7 +133,8 @@ class Checkpoint:
         A slice reads nothing until it is indexed: `view[a:b]` reads those rows, `view[:]` all, as a torch tensor
         over the mapped file.  Index it before taking the next one: the file is closed after its last tensor.
         """
-        num_bytes = {name: math.prod(shape) * dtype_bits(self.dtypes[name]) // 8 for name, shape in self.shapes.items()}
+        num_bytes = {name: math.prod(shape) * int((re.search(r"\d+", self.dtypes[name]) or "8")[0]) // 8
+                     for name, shape in self.shapes.items()}  # the width is in a dtype's name ("BF16"), but for BOOL
         # mininterval keeps a log file readable; the bar goes to stderr, since stdout belongs to the answer.
         with tqdm(total=sum(num_bytes.values()), desc="loading weights", unit="B", unit_scale=True, mininterval=0.5,
                   file=sys.stderr, disable=not progress) as bar:
@@ -150,9 +151,3 @@ def open_safetensors(file: Path):
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{file} is truncated or corrupt ({error}); delete it and fetch it again") from error
-
-
-def dtype_bits(dtype: str) -> int:
-    """Return the width of a safetensors dtype: the number in its name ("BF16", "F8_E4M3"), 8 for "BOOL"."""
-    digits = re.search(r"\d+", dtype)
-    return int(digits.group()) if digits else 8

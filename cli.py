@@ -16,7 +16,6 @@ EXAMPLES = """examples:
   python engine.py --prompt "Once upon a time"
   python engine.py --chat --system "Answer in one sentence." --prompt "Why is the sky blue?"
   python engine.py --model Qwen/Qwen3-0.6B --chat --no-think --prompt "Hello" --temperature 0.7 --seed 1
-  python engine.py --prompt-file prompts.txt --json > answers.jsonl
   cat story.txt | python engine.py --prompt -
 """
 
@@ -59,7 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--logprobs", type=int, metavar="K", help="report the K likeliest alternatives a token (with --json)")
     add("--prompt-logprobs", type=int, metavar="K", help="the same for the prompt's tokens (with --json)")
 
-    add = parser.add_argument_group("engine", "None of these changes an answer.").add_argument
+    add = parser.add_argument_group("engine", "None changes an answer, but where it is cut off.").add_argument
     add("--schedule", choices=["auto", "reference"], default="auto", help="reference: one fixed kernel configuration")
     add("--max-model-len", type=int, metavar="N", help="longest prompt + output (default: what model and cache allow)")
     add("--max-num-seqs", type=int, default=256, metavar="N", help="most sequences in a step (default: %(default)s)")
@@ -152,7 +151,9 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point. Exit code 0, 1 (a request failed), 2 (bad arguments, model or environment), 130 (interrupted)."""
-    args = build_parser().parse_args(argv)
+    args = (parser := build_parser()).parse_args(argv)
+    if (args.system or args.no_think) and not args.chat:
+        parser.error("--system and --no-think need --chat")
     try:
         return run(args)
     except (ValueError, OSError) as error:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from pathlib import Path
 
 import torch
@@ -130,6 +131,7 @@ class LLM:
         self.scheduler = Scheduler(blocks, max_num_seqs, batched)
         self.requests: dict[str, Request] = {}
         self._owner: dict[int, tuple[Request, int]] = {}  # id(sequence) -> its request and index there
+        self._fresh: list[CompletionOutput] = []  # those whose `delta` is the last step's
         self._next_id = 0
         self._fingerprint: str | None = None
 
@@ -171,10 +173,8 @@ class LLM:
     def add_request(self, prompt: str | list[int], params: SamplingParams | None = None, *,
                     request_id: str | None = None, cache_salt: str | None = None, score_only: bool = False,
                     add_special_tokens: bool = True) -> str:
-        """Queue a request and return its id. Raises ValueError, and queues nothing, if it can never run.
-
-        prompt: text, or token ids. cache_salt: requests with different salts share no cached prefix.
-        """
+        """Queue a request and return its id; ValueError, and nothing queued, if it can never run. Requests with
+        different `cache_salt`s share no cached prefix."""
         params = (params or SamplingParams()).resolve(self.generation_config)
         token_ids = self._encode(prompt, add_special_tokens)
         room = self.max_model_len - len(token_ids) + score_only
@@ -188,7 +188,7 @@ class LLM:
             raise ValueError("stop strings need a tokenizer, and this model folder has no tokenizer.json")
         if request_id in self.requests:
             raise ValueError(f"request id {request_id!r} is in use")
-        if request_id is None:
+        while request_id is None or request_id in self.requests:
             self._next_id += 1
             request_id = f"req-{self._next_id}"
         seed = params.seed if params.seed is not None else secrets.randbits(53)
@@ -207,26 +207,32 @@ class LLM:
             request.detokenizers.append(self.tokenizer and Detokenizer(
                 self.tokenizer, params.stop, params.include_stop_str_in_output, params.skip_special_tokens, token_ids))
             self._owner[id(seq)] = request, index
-            self.scheduler.add(seq)
+            self.scheduler.waiting.append(seq)
         self.requests[request_id] = request
         return request_id
 
     def step(self) -> list[RequestOutput]:
-        """Run one step. Returns the requests that gained a token or ended, each as it now stands."""
+        """Run one step; returns the requests that gained a token or ended. If it raises, those that took part end."""
+        for out in self._fresh:
+            out.delta = ""
+        self._fresh = []
         seqs = self.scheduler.schedule()
-        if not seqs:
-            return []
         changed: dict[str, RequestOutput] = {}
-        for seq, result in zip(seqs, self.runner.step(seqs), strict=True):
-            self.scheduler.computed(seq)
-            seq.prompt_logprobs += result.prompt_logprobs
-            request, index = self._owner[id(seq)]
-            if result.token_id is not None:
-                self._absorb(request, index, result)
-                changed[request.output.request_id] = request.output
-            elif seq.max_new_tokens == 0 and seq.num_computed_tokens == len(seq.token_ids):
-                self._finish(request, index, "length")
-                changed[request.output.request_id] = request.output
+        owners = [self._owner[id(seq)] for seq in seqs]
+        try:
+            for seq, (request, index), result in zip(seqs, owners, self.runner.step(seqs) if seqs else []):
+                self.scheduler.computed(seq)
+                seq.prompt_logprobs += result.prompt_logprobs
+                if result.token_id is not None:
+                    self._absorb(request, index, result)
+                    changed[request.output.request_id] = request.output
+                elif seq.max_new_tokens == 0 and seq.num_computed_tokens == len(seq.token_ids):
+                    self._finish(request, index, "length")
+                    changed[request.output.request_id] = request.output
+        except BaseException:
+            for request, _ in owners:
+                self.abort(request.output.request_id)
+            raise
         return list(changed.values())
 
     def abort(self, request_id: str) -> None:
@@ -234,6 +240,7 @@ class LLM:
         if request := self.requests.get(request_id):
             for index, seq in enumerate(request.seqs):
                 if seq.finish_reason is None:
+                    request.output.outputs[index].delta = ""
                     self._finish(request, index, "abort")
 
     @property
@@ -246,11 +253,11 @@ class LLM:
                 raise ValueError("this model folder has no tokenizer.json: give the prompt as token ids")
             token_ids = self.tokenizer.encode(prompt, add_special_tokens)
         else:
-            token_ids = list(prompt)
-            for token in token_ids:
-                if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.config.vocab_size:
-                    raise ValueError(f"prompt token {token!r} is no id below the vocabulary size "
-                                     f"{self.config.vocab_size}")
+            size = self.config.vocab_size
+            for token in prompt:
+                if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= token < size:
+                    raise ValueError(f"prompt token {token!r} is no id below the vocabulary size {size}")
+            token_ids = [int(token) for token in prompt]
         if not token_ids:
             raise ValueError("the prompt is empty: give at least one token")
         return token_ids
@@ -266,13 +273,13 @@ class LLM:
             seq.first_token_time = time.perf_counter()
         seq.token_ids.append(token)
         out.token_ids.append(token)
+        self._fresh.append(out)
         if out.logprobs is not None:
             out.logprobs.append(result.logprob)
         if out.top_logprobs is not None:
             out.top_logprobs.append(result.top_logprobs)
         params, count = request.output.params, len(out.token_ids)
         ended = token in seq.stop_token_ids and count >= params.min_tokens
-        out.delta = ""
         if detokenizer and (not ended or params.include_stop_str_in_output):
             out.delta = detokenizer.push(token, check_stop=count >= params.min_tokens)
             out.text += out.delta
@@ -345,8 +352,8 @@ class LLM:
 
     def chat(self, messages: list, params: SamplingParams | None = None, progress: bool = False,
              **template) -> list[RequestOutput]:
-        """Complete one conversation (a list of {"role", "content"}) or a list of them, through the checkpoint's chat
-        template; `template` goes to it (for Qwen3: enable_thinking=False)."""
+        """Complete one conversation (a list of {"role", "content"}) or a list of them; `template` goes to the chat
+        template (for Qwen3: enable_thinking=False)."""
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
         prompts = [self.apply_chat_template(conversation, **template) for conversation in conversations]
         return self.generate(prompts, params, progress, add_special_tokens=False)
@@ -360,11 +367,18 @@ class LLM:
                **options) -> Iterator[RequestOutput]:
         """Complete one prompt, yielding the request after each new token (see `CompletionOutput.delta`)."""
         request_id = self.add_request(prompt, params, **options)
+        output = self.requests[request_id].output
+        shown = state = [(0, 0, None)] * len(output.outputs)
         try:
-            while request_id in self.requests:
-                for output in self.step():
-                    if output.request_id == request_id:
-                        yield output
+            while shown != state or not output.finished:  # another consumer of `step` may have moved it on
+                if shown == state:
+                    self.step()
+                else:
+                    for out, (length, *_) in zip(output.outputs, shown):
+                        out.delta = out.text[length:]
+                    shown = state
+                    yield output
+                state = [(len(out.text), len(out.token_ids), out.finish_reason) for out in output.outputs]
         finally:
             self.abort(request_id)
 

@@ -66,6 +66,9 @@ class ModelConfig:
             raise ValueError(f"unsupported activation hidden_act={act!r}: samebits implements 'silu'")
         if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
             raise ValueError("sliding-window attention is not implemented: every layer must attend to all positions")
+        needed = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        if missing := [key for key in needed if key not in config]:
+            raise ValueError(f"config.json lacks {missing[0]!r}")
         heads = config["num_attention_heads"]
         kv_heads = config.get("num_key_value_heads") or heads
         head_dim = config.get("head_dim") or config["hidden_size"] // heads
@@ -102,7 +105,7 @@ def read_rope(config: dict) -> tuple[float, str, dict]:
         raise ValueError(f"unsupported rope type {rope_type!r}: samebits implements {', '.join(ROPE_KEYS)}")
     if {config.get("partial_rotary_factor"), raw.pop("partial_rotary_factor", None)} - {None, 1}:
         raise ValueError("partial_rotary_factor other than 1 is not implemented")
-    raw = {key: value for key, value in raw.items() if value is not None}
+    raw = {key: value for key, value in sorted(raw.items()) if value is not None}
     if unknown := sorted(set(raw) - ROPE_KEYS[rope_type]):
         raise ValueError(f"unknown rope setting {unknown[0]!r} for rope type {rope_type!r}")
     if rope_type in ("yarn", "llama3"):

@@ -104,7 +104,8 @@ class Runner:
                 hidden_states = hidden_states[rows]
             else:
                 prompt_logprobs = {}
-                hidden_states = self.model.forward(self._with_rows(batch, rows), self.kv_cache)
+                index = torch.tensor(rows, dtype=torch.int64, device=self.device)
+                hidden_states = self.model.forward(replace(batch, logits_rows=index), self.kv_cache)
             logits = self.model.logits(hidden_states.contiguous()) if rows else None
         chosen = iter(self._choose(logits, sampling) if sampling else [])
         return [StepOutput(*(next(chosen) if seq.samples_this_step else (None, None, None)),
@@ -150,9 +151,6 @@ class Runner:
             view["merges"].view(-1, MERGE_FIELDS), view["counts"], *grid, split_decode=shape.split_decode,
             max_partials=shape.decode_items if shape.split_decode else 0)
         return Batch(view["input_ids"], work)
-
-    def _with_rows(self, batch: Batch, rows: list[int]) -> Batch:
-        return replace(batch, logits_rows=torch.tensor(rows, dtype=torch.int64, device=self.device))
 
     def _graph_size(self, seqs: list[Sequence]) -> int | None:
         """The captured size that holds this decode step; None if it is not one, or graphs are off."""
@@ -244,6 +242,7 @@ class Runner:
         shape = Shape(num_tokens, 1, 1, 0, 0, 0, False)
         buffer, offsets = pack(shape, {"input_ids": zeros, "positions": zeros})
         batch = self._batch(self._upload(buffer), offsets, shape, (0, 0, 0))
-        hidden_states = self.model.forward(self._with_rows(batch, [0] * num_seqs), self.kv_cache)
+        index = torch.zeros(num_seqs, dtype=torch.int64, device=self.device)
+        hidden_states = self.model.forward(replace(batch, logits_rows=index), self.kv_cache)
         logits = self.model.logits(hidden_states)
         self._logprobs(logits.clone(), self.ops.argmax(logits), 1)

@@ -83,9 +83,8 @@ class SamplingParams:
             if not math.isfinite(value) or value < low or (high is not None and value > high):
                 span = f"at least {low}" if high is None else f"between {low} and {high}"
                 raise ValueError(f"{name} must be {span}, got {value}")
-        for name in ("top_p", "repetition_penalty"):
-            if getattr(self, name) == 0:
-                raise ValueError(f"{name} must be above 0, got 0")
+        if zero := [name for name in ("top_p", "repetition_penalty") if getattr(self, name) == 0]:
+            raise ValueError(f"{zero[0]} must be above 0, got 0")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens {self.min_tokens} is larger than max_tokens {self.max_tokens}")
         if not all(isinstance(s, str) and s for s in self.stop):
@@ -93,7 +92,7 @@ class SamplingParams:
         for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
             if not all(isinstance(i, numbers.Integral) and i >= 0 for i in ids):
                 raise ValueError(f"{name} must be token ids, got {ids!r}")
-        if not all(math.isfinite(bias) for bias in self.logit_bias.values()):
+        if not all(isinstance(bias, numbers.Real) and math.isfinite(bias) for bias in self.logit_bias.values()):
             raise ValueError(f"logit_bias must be finite numbers, got {self.logit_bias!r}")
 
     @property
@@ -184,7 +183,7 @@ def choose(logits: torch.Tensor, rows: list[SamplingRow], ops: Ops) -> torch.Ten
     drawn = ops.sample(
         adjusted if len(racing) == len(rows) else adjusted[index],
         column([max(p.temperature, 1e-6) for p in params], torch.float32),
-        column([p.top_k if p.top_k > 0 else vocab_size for p in params], torch.int64),
+        column([min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params], torch.int64),
         column([round(p.top_p * (1 << 30)) for p in params], torch.int64),
         column([math.log(p.min_p) if p.min_p > 0 else -math.inf for p in params], torch.float32),
         column([rows[i].seed for i in racing], torch.int64),

@@ -72,9 +72,6 @@ class Scheduler:
         self.running: list[Sequence] = []  # in order of admission
         self.num_preemptions = 0
 
-    def add(self, seq: Sequence) -> None:
-        self.waiting.append(seq)
-
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)

@@ -67,8 +67,7 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of `text` and of what tokenizer.json adds; a text that begins with BOS gets no other.
 
-        Text from `apply_chat_template` is complete: encode it with `add_special_tokens=False`.
-        Raises ValueError if `text` is not a string or holds a lone surrogate, which UTF-8 cannot.
+        Encode what `apply_chat_template` gives without special tokens. Raises ValueError for what is no valid text.
         """
         try:
             encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)

@@ -46,10 +46,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def make_ops(device: torch.device, schedule: str = "auto") -> Ops:
-    """The op table for a device: Triton kernels on a GPU, the plain-torch twins elsewhere.
-
-    schedule: "auto" (tuned for the GPU) or "reference" (one fixed configuration an op); same bits.
-    """
+    """The op table for a device: Triton kernels on a GPU, plain torch elsewhere. A schedule changes no bit."""
     if schedule not in ("auto", "reference"):
         raise ValueError(f"unknown schedule {schedule!r}: use 'auto' or 'reference'")
     return triton_ops(device, schedule) if device.type == "cuda" else reference_ops()

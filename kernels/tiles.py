@@ -114,13 +114,8 @@ class Schedules:
 ANY = 1 << 62
 FP32 = LinearSchedule(16, 64, 32, 4, 2)
 PLAIN = LinearSchedule(64, 64, 64, 4, 3)
-REFERENCE = Schedules(
-    "reference",
-    linear=((ANY, PLAIN, PLAIN),),
-    decode=AttentionSchedule(64, 4, 2, skip_mask=False),
-    prefill=AttentionSchedule(64, 4, 2, skip_mask=False),
-    split_decode=False,
-)
+WALK = AttentionSchedule(64, 4, 2, skip_mask=False)
+REFERENCE = Schedules("reference", ((ANY, PLAIN, PLAIN),), decode=WALK, prefill=WALK, split_decode=False)
 # At most 99 KiB of shared memory, which every GPU from sm_80 on has (and 64 KiB for AMD's gfx942).
 CONSERVATIVE = Schedules(
     "conservative",

@@ -126,7 +126,8 @@ class Runner:
         slots = tables[np.repeat(np.arange(len(seqs)), counts), positions // KV_TILE] * KV_TILE + positions % KV_TILE
         config = self.model.config
         seq_lens = starts + counts
-        prefill = plan_prefill(offsets, counts, seq_lens, self.ops.query_tile(config.num_heads // config.num_kv_heads))
+        tile = self.ops.query_tile(config.num_heads // config.num_kv_heads, config.head_dim * self.kv_cache.itemsize)
+        prefill = plan_prefill(offsets, counts, seq_lens, tile)
         is_decode = counts == 1
         split = (self.ops.split_decode(int(is_decode.sum()), config.num_kv_heads)
                  and bool(is_decode.any()) and int((-(-seq_lens[is_decode] // KV_SPLIT)).sum()) <= MAX_PARTIALS)

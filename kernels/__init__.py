@@ -9,7 +9,6 @@ order:` (numerics, fixed) and its `Schedule:` (what may follow the batch without
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -18,8 +17,9 @@ import torch
 class Ops:
     """The operations a model and a sampler are written in; see the launchers in this folder for shapes.
 
-    `query_tile(group)`: query tokens a prefill work item holds. `split_decode(num_seqs, num_kv_heads)`: whether each
-    KV split of a decode row gets a program of its own. `grid`: programs of a fixed-size launch. All are schedule.
+    `query_tile(group, row_bytes)`: query tokens a prefill work item holds, by heads a KV head and bytes a head.
+    `split_decode(num_seqs, num_kv_heads)`: whether each KV split of a decode row gets a program of its own. `grid`:
+    programs of a fixed-size launch. All are schedule.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Ops:
     logprobs: Callable
     argmax: Callable
     sample: Callable
-    query_tile: Callable[[int], int]
+    query_tile: Callable[[int, int], int]
     split_decode: Callable[[int, int], bool]
     grid: int
 
@@ -57,7 +57,8 @@ def reference_ops() -> Ops:
 
     return Ops("reference", lambda dtype: torch.float32, ref.embedding, ref.rms_norm, ref.linear, ref.rotary_and_cache,
                ref.silu_and_mul, ref.paged_attention, ref.logprobs, ref.argmax, ref.sample,
-               query_tile=lambda group: max(16, group) // group, split_decode=lambda num_seqs, heads: False, grid=0)
+               query_tile=lambda group, row_bytes: max(16, group) // group,
+               split_decode=lambda num_seqs, heads: False, grid=0)
 
 
 def triton_ops(device: torch.device, schedule: str = "auto", table=None) -> Ops:
@@ -73,11 +74,14 @@ def triton_ops(device: torch.device, schedule: str = "auto", table=None) -> Ops:
         chosen = table.linear_for(x.shape[0], leaves, x.element_size())
         return linear.linear(x, weight, bias, leaves, out_dtype, chosen, arrived, out)
 
+    def run_attention(q, *args, **options):
+        decode, prefill = table.attention_for(q.shape[2] * q.element_size())
+        return attention.paged_attention(q, *args, decode=decode, prefill=prefill, **options)
+
     return Ops(
         "triton", lambda dtype: dtype, lambda ids, weight, dtype: embedding.embedding(ids, weight), norm.rms_norm,
         run_linear, rotary.rotary_and_cache, activation.silu_and_mul,
-        partial(attention.paged_attention, decode=table.decode, prefill=table.prefill), logprobs.logprobs,
-        sample.argmax, sample.sample,
-        query_tile=lambda group: max(table.prefill.BLOCK_M, group) // group,
+        run_attention, logprobs.logprobs, sample.argmax, sample.sample,
+        query_tile=lambda group, row_bytes: max(table.attention_for(row_bytes)[1].BLOCK_M, group) // group,
         split_decode=lambda num_seqs, heads: table.split_decode and num_seqs * heads < table.programs,
         grid=table.programs)

@@ -110,11 +110,17 @@ class Schedules:
             return FP32
         return next(pair[leaves > 1] for bound, *pair in self.linear if bound >= M)
 
+    def attention_for(self, row_bytes: int) -> tuple[AttentionSchedule, AttentionSchedule]:
+        """(decode, prefill) for rows of head_dim x itemsize bytes. Wide rows (fp32, or head_dim 256) keep to one small
+        tile: 42 KiB of shared memory for 16 bits x 256, 72 for fp32 x 128, 144 for fp32 x 256."""
+        return (WIDE, WIDE) if row_bytes > 256 else (self.decode, self.prefill)
+
 
 ANY = 1 << 62
 FP32 = LinearSchedule(16, 64, 32, 4, 2)
 PLAIN = LinearSchedule(64, 64, 64, 4, 3)
 WALK = AttentionSchedule(64, 4, 2, skip_mask=False)
+WIDE = AttentionSchedule(16, 4, 1)
 REFERENCE = Schedules("reference", ((ANY, PLAIN, PLAIN),), decode=WALK, prefill=WALK, split_decode=False)
 # At most 99 KiB of shared memory, which every GPU from sm_80 on has (and 64 KiB for AMD's gfx942).
 CONSERVATIVE = Schedules(

@@ -66,14 +66,20 @@ def launch_table(table: tiles.Schedules, rows: int) -> None:
     norm.rms_norm(meta(rows, 4096), meta(4096), 1e-6, meta(rows, 4096))
     activation.silu_and_mul(meta(rows, 24576))
     embedding.embedding(meta(rows, dtype=torch.int32), meta(151936, 4096))
-    cache, ints = meta(100, 8, 64, 128), meta(rows, dtype=torch.int32)
+    ints = meta(rows, dtype=torch.int32)
     work = AttentionWork(ints, ints, meta(rows, 4, dtype=torch.int32), meta(1, ITEM_FIELDS, dtype=torch.int32),
                          meta(rows, ITEM_FIELDS, dtype=torch.int32), meta(rows, MERGE_FIELDS, dtype=torch.int32),
                          meta(3, dtype=torch.int32), 1, rows, rows, split_decode=True, max_partials=rows)
+    cache = meta(100, 8, 64, 128)
     rotary.rotary_and_cache(meta(rows, 6144), meta(128), meta(128), 1e-6, meta(4096, 128, dtype=torch.float32), work,
                             cache, cache, 32)
-    for one in (work, replace(work, split_decode=False)):
-        attention.paged_attention(meta(rows, 32, 128), cache, cache, one, 0.1, table.decode, table.prefill)
+    walked = replace(work, split_decode=False)
+    only_prefill = replace(walked, decode_grid=0)
+    for dtype, D, one in ((torch.bfloat16, 128, work), (torch.bfloat16, 128, walked),
+                          (torch.bfloat16, 256, only_prefill), (torch.float32, 128, only_prefill)):
+        cache = meta(100, 8, 64, D, dtype=dtype)
+        attention.paged_attention(meta(rows, 32, D, dtype=dtype), cache, cache, one, 0.1,
+                                  *table.attention_for(D * dtype.itemsize))
     logits = meta(rows, 151936, dtype=torch.float32)
     logprobs.logprobs(logits, meta(rows, dtype=torch.int64), 4)
     sample.argmax(logits)
@@ -111,7 +117,7 @@ def main() -> None:
             code = result.asm.get("ptx") or result.asm["amdgcn"]
             print(json.dumps({
                 "kernel": kernel.__name__, "target": target, "table": table.name, "shared": result.metadata.shared,
-                "constants": str(constants),
+                "constants": str(constants), "fp32": next(iter(src.signature.values())) == "*fp32",
                 "float_atomics": len(re.findall(r"(atom|red)\.[\w.:]*\.b?f\d+|atomic_(pk_)?add_[bf]\d+", code)),
                 # bf16 is left out: sm_80 has no bf16 multiply and spells it fma(a, b, -0).
                 "fma": len(re.findall(r"\bfma\.[\w.]*\.f(?:64|32|16x2|16)\b", code))}), flush=True)

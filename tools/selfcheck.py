@@ -25,7 +25,6 @@ from kernels.tiles import (
     CONSERVATIVE,
     KV_TILE,
     REFERENCE,
-    AttentionSchedule,
     LinearSchedule,
     Schedules,
     schedules,
@@ -43,7 +42,7 @@ INPUTS = {  # what numbers look like, by name: shape, generator -> fp32 tensor
 }
 LENGTHS = (512, 576, 1536, 2048, 3072, 4096, 9728, 12288)
 ROWS = (1, 7, 16, 17, 64, 128, 257)
-ATTENTION_SHAPES = ((32, 8, 128), (9, 3, 64))  # heads, KV heads, head_dim
+ATTENTION_SHAPES = ((32, 8, 128), (9, 3, 64), (4, 2, 256))  # heads, KV heads, head_dim
 
 
 @dataclass(frozen=True)
@@ -103,34 +102,33 @@ def attention_work(device, table, positions: np.ndarray, query_tile: int | None,
     return AttentionWork(where, where, table, *lists, *grid, split_decode=split, max_partials=len(decode))
 
 
-def check_attention(device, dtype, prefill: list[AttentionSchedule], decode: list[AttentionSchedule],
-                    length: int = 1111) -> Iterator[Check]:
+def check_attention(device, dtype, table: Schedules, length: int = 1111) -> Iterator[Check]:
     """Prefill whole and in odd chunks, decode rows walked and split, against the reference prefill."""
     from kernels.attention import paged_attention
 
     for heads, kv_heads, head_dim in ATTENTION_SHAPES:
-        q, k, v, table = attention_inputs(device, dtype, heads, kv_heads, head_dim, length)
+        q, k, v, blocks = attention_inputs(device, dtype, heads, kv_heads, head_dim, length)
+        row_bytes = head_dim * dtype.itemsize
+        decode, prefill = table.attention_for(row_bytes)
+        reference = REFERENCE.attention_for(row_bytes)[1]
         group = heads // kv_heads
 
         def run(rows, schedule, query_tile, split=False):
-            work = attention_work(device, table, rows, query_tile, split)  # noqa: B023
+            work = attention_work(device, blocks, rows, query_tile, split)  # noqa: B023
             index = torch.from_numpy(rows).to(device)
             return paged_attention(q[index], k, v, work, head_dim**-0.5, schedule, schedule)  # noqa: B023
 
         every = np.arange(length)
-        expected = run(every, REFERENCE.prefill, REFERENCE.prefill.BLOCK_M // group)
-        for schedule in prefill:
-            tile = max(schedule.BLOCK_M, group) // group
-            for cuts in ([0, length], [0, 77, 640, 1000, length]):
-                parts = [run(every[a:b], schedule, tile) for a, b in zip(cuts, cuts[1:], strict=False)]
-                yield Check("attention", f"{dtype}, {heads}/{kv_heads}x{head_dim}, prefill cut at {cuts}, {schedule}",
-                            same_bits(torch.cat(parts), expected))
+        expected = run(every, reference, reference.BLOCK_M // group)
+        tile = max(prefill.BLOCK_M, group) // group
+        for cuts in ([0, length], [0, 77, 640, 1000, length]):
+            parts = [run(every[a:b], prefill, tile) for a, b in zip(cuts, cuts[1:], strict=False)]
+            yield Check("attention", f"{dtype}, {heads}/{kv_heads}x{head_dim}, prefill cut at {cuts}, {prefill}",
+                        same_bits(torch.cat(parts), expected))
         rows = np.unique(np.concatenate([every[::37], [0, 1, 63, 64, 255, 256, 257, length - 1]]))
-        for schedule in decode:
-            for split in (False, True):
-                same = same_bits(run(rows, schedule, None, split), expected[torch.from_numpy(rows).to(device)])
-                yield Check("attention", f"{dtype}, {heads}/{kv_heads}x{head_dim}, decode, split={split}, {schedule}",
-                            same)
+        for split in (False, True):
+            yield Check("attention", f"{dtype}, {heads}/{kv_heads}x{head_dim}, decode, split={split}, {decode}",
+                        same_bits(run(rows, decode, None, split), expected[torch.from_numpy(rows).to(device)]))
 
 
 def check_norm(device, dtype) -> Iterator[Check]:
@@ -194,7 +192,7 @@ def check_schedules(device: torch.device, dtype: torch.dtype, table: Schedules, 
     else:
         yield from check_norm(device, dtype)
         yield from check_rotary(device, dtype)
-        yield from check_attention(device, dtype, [table.prefill], [table.decode])
+        yield from check_attention(device, dtype, table)
 
 
 def main() -> int:

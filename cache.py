@@ -5,7 +5,7 @@ is free (reference count 0) or held by one or more sequences. A full block whose
 is entered under the exact tokens it holds and the block before it, and stays findable, while free, until reused.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 
 import torch
 
@@ -16,16 +16,17 @@ def allocate_kv_cache(num_layers: int, num_blocks: int, num_kv_heads: int, head_
                       device: torch.device) -> torch.Tensor:
     """[num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim], filled with NaN: a read of a slot that nobody
     wrote must show, not pass for a zero."""
-    shape = (num_layers, 2, num_blocks, num_kv_heads, KV_TILE, head_dim)
-    return torch.full(shape, float("nan"), dtype=dtype, device=device)
+    return torch.full((num_layers, 2, num_blocks, num_kv_heads, KV_TILE, head_dim), torch.nan, dtype=dtype,
+                      device=device)
 
 
 class BlockManager:
     """Owner of block ids 0 .. num_blocks - 1 of `block_size` tokens.
 
-    The prefix index maps (uid of the block before, the block's own tokens) to a block. Python's dict compares those
-    keys in full, so two prefixes whose hashes collide are still told apart. A uid is given when a block is cached and
-    never reused: entries behind an evicted block can no longer be reached.
+    The prefix index maps (uid of the block before, the block's own tokens) to a block and its uid. Python's dict
+    compares those keys in full, so two prefixes whose hashes collide are still told apart. A uid is given when a block
+    is cached and never reused: entries behind an evicted block can no longer be reached. "Before" the first block is
+    ("root", salt): requests with different salts share nothing.
     """
 
     def __init__(self, num_blocks: int, block_size: int = KV_TILE, enable_prefix_caching: bool = True):
@@ -33,35 +34,28 @@ class BlockManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.ref_count = [0] * num_blocks
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # least recently used first
-        self.index: dict[tuple, int] = {}
+        self.index: dict[tuple, tuple[int, int]] = {}
         self.key: dict[int, tuple] = {}  # cached block -> its key in `index`
-        self.uid: dict[int, object] = {}  # cached block -> its uid
         self._next_uid = 0
 
     @property
     def num_free(self) -> int:
         return len(self.free)
 
-    def root(self, salt: str | None) -> object:
-        """The uid "before" the first block; requests with different salts share nothing."""
-        return ("root", salt)
-
-    def match(self, token_ids: list[int], root: object) -> tuple[list[int], list[object]]:
-        """(blocks, their uids) of the longest cached prefix of `token_ids`, whole blocks only; not yet acquired.
+    def match(self, token_ids: list[int], salt: str | None) -> tuple[list[int], list[object]]:
+        """(blocks, the root and their uids) of the longest cached prefix, whole blocks only; not yet acquired.
 
         At least the last token is left to compute, since its hidden state is wanted: a prompt that is cached whole
         matches one block less (field bug 46).
         """
         blocks: list[int] = []
-        uids: list[object] = []
-        if self.enable_prefix_caching:
-            for start in range(0, (len(token_ids) - 1) // self.block_size * self.block_size, self.block_size):
-                parent = uids[-1] if uids else root
-                block = self.index.get((parent, tuple(token_ids[start : start + self.block_size])))
-                if block is None:
-                    break
-                blocks.append(block)
-                uids.append(self.uid[block])
+        uids: list[object] = [("root", salt)]
+        for end in range(self.block_size, len(token_ids), self.block_size):
+            found = self.index.get((uids[-1], tuple(token_ids[end - self.block_size : end])))
+            if found is None:
+                break
+            blocks.append(found[0])
+            uids.append(found[1])
         return blocks, uids
 
     def acquire(self, block: int) -> None:
@@ -73,7 +67,7 @@ class BlockManager:
         """The least recently used free block, of which there must be one, now owned once; its cache entry is gone."""
         block, _ = self.free.popitem(last=False)
         if key := self.key.pop(block, None):
-            del self.index[key], self.uid[block]
+            del self.index[key]
         self.ref_count[block] = 1
         return block
 
@@ -88,29 +82,23 @@ class BlockManager:
     def cache_block(self, block: int, parent: object, token_ids: list[int]) -> object:
         """Enter a full, computed block under (uid of the block before it, its tokens). Returns the uid to chain the
         next block to: this block's, or that of the block which already holds the same prefix."""
-        key = (parent, tuple(token_ids))
         if not self.enable_prefix_caching:
             return None
-        if key in self.index:
-            return self.uid[self.index[key]]
-        if block not in self.key:
-            self.index[key], self.key[block], self.uid[block] = block, key, self._next_uid
+        key = (parent, tuple(token_ids))
+        if key not in self.index:
+            self.index[key], self.key[block] = (block, self._next_uid), key
             self._next_uid += 1
-        return self.uid[block]
+        return self.index[key][1]
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached content (the weights changed); blocks in use stay with their owners."""
-        self.index.clear(), self.key.clear(), self.uid.clear()
+        self.index.clear()
+        self.key.clear()
 
     def check_integrity(self, tables: list[list[int]]) -> None:
-        """Raise AssertionError unless free + used = total and the reference counts are those of `tables`."""
-        owners = [0] * self.num_blocks
-        for table in tables:
-            assert len(set(table)) == len(table), "a block appears twice in one table"
-            for block in table:
-                owners[block] += 1
-        assert owners == self.ref_count, "reference counts and block tables disagree"
-        used = sum(count > 0 for count in owners)
-        assert used + len(self.free) == self.num_blocks, f"{used} used + {len(self.free)} free != {self.num_blocks}"
-        assert all(self.ref_count[block] == 0 for block in self.free), "a free block is owned"
-        assert {block: self.index[key] for block, key in self.key.items()} == {block: block for block in self.key}
+        """Raise AssertionError unless every block is free or as often owned as `tables` name it."""
+        assert all(len(set(table)) == len(table) for table in tables), "a block appears twice in one table"
+        owners = Counter(block for table in tables for block in table)
+        assert [owners[block] for block in range(self.num_blocks)] == self.ref_count, "counts and tables disagree"
+        assert sorted(self.free) == [i for i in range(self.num_blocks) if not owners[i]], "free is not what nobody owns"
+        assert {key: block for key, (block, _) in self.index.items()} == {key: block for block, key in self.key.items()}

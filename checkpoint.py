@@ -1,15 +1,12 @@
 """Where a checkpoint's files are, and which tensors they hold.
 
-Owns the way from a model's name to tensors on disk: a local folder or a hub download, the index, the shards.
-Must not know what a tensor means: names, shapes and dtypes are handed to model.py as they are in the file.
-Nothing is guessed: a checkpoint whose files contradict each other is refused before a weight is read, since a
-missing or stale tensor would not fail later, only answer wrongly.
+Owns the way from a model's name to tensors on disk; must not know what a tensor means. A checkpoint whose files
+contradict each other is refused before a weight is read: a stale tensor would not fail later, only answer wrongly.
 """
 
 import json
 import math
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,9 +20,9 @@ SINGLE_NAME = "model.safetensors"
 def resolve(model: str, revision: str | None = None) -> Path:
     """Return the folder of `model`: an existing folder as it is, else the hub repository `owner/name`, cached.
 
-    Only safetensors, JSON and chat template files are fetched: nothing that holds code.  HF_HUB_OFFLINE, HF_ENDPOINT,
-    HF_HOME and HF_TOKEN mean what they mean to huggingface_hub.  Raises ValueError (no such folder, repository or
-    revision, no access, no config.json) or ConnectionError (no answer, and no copy in the cache).
+    Nothing that holds code is fetched. HF_HUB_OFFLINE, HF_ENDPOINT, HF_HOME and HF_TOKEN are huggingface_hub's. Raises
+    ValueError (no such folder, repository or revision, no access, no config.json) or ConnectionError (no answer, and
+    no copy in the cache).
     """
     folder = Path(model).expanduser()
     if not model or not folder.is_dir():  # Path("") would be the working directory
@@ -55,10 +52,8 @@ def download(repo_id: str, revision: str | None) -> Path:
         raise ValueError(f"{name} is gated ({tried}): accept its terms there, then set HF_TOKEN") from error
     except errors.RevisionNotFoundError as error:
         raise ValueError(f"{repo_id} has no revision {revision} ({tried}); check branch, tag or commit") from error
-    except errors.RepositoryNotFoundError as error:
+    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
         raise ValueError(f"no model {repo_id} ({tried}); check the id, or set HF_TOKEN if it is private") from error
-    except errors.HFValidationError as error:
-        raise ValueError(f"no model {repo_id} ({tried}, which allows no such id)") from error
     except Exception as error:  # whatever else goes wrong comes from the network, the hub or the disk
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ConnectionError(f"{name} is not in the cache and cannot be fetched ({tried}: {reason}); go online "
@@ -86,15 +81,13 @@ class Checkpoint:
 
     files: those that count, in name order: the index's, else `model.safetensors`; others in the folder are ignored
     shapes, dtypes: by tensor name; a dtype as safetensors spells it ("BF16", "F32")
-
     Raises ValueError if files are absent, damaged, or at odds with the index, naming the file and the tensor.
     """
 
     def __init__(self, folder: Path):
         self.folder = Path(folder)
-        has_index = (self.folder / INDEX_NAME).is_file()
-        weight_map = read_json(self.folder, INDEX_NAME).get("weight_map", {}) if has_index else None
-        self.files = self._find_files(weight_map)
+        weight_map = self._read_index()
+        self.files = [self.folder / name for name in sorted(set(weight_map.values())) or [SINGLE_NAME]]
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
         file_of: dict[str, str] = {}
@@ -107,37 +100,35 @@ class Checkpoint:
                     view = handle.get_slice(name)
                     self.shapes[name], self.dtypes[name] = tuple(view.get_shape()), view.get_dtype()
                     file_of[name] = file.name
-        for name, shard in (weight_map or {}).items():
+        for name, shard in weight_map.items():
             if file_of.get(name) != shard:
                 raise ValueError(f"{INDEX_NAME} of {self.folder} puts tensor {name} in {shard}, which lacks it; "
                                  "the index and the shards are of different revisions: fetch both again")
 
-    def _find_files(self, weight_map: dict[str, str] | None) -> list[Path]:
-        if weight_map is None:
+    def _read_index(self) -> dict[str, str]:
+        """Tensor name -> the shard it is in; {} where the one file holds all."""
+        if not (self.folder / INDEX_NAME).is_file():
             if (self.folder / SINGLE_NAME).is_file():
-                return [self.folder / SINGLE_NAME]
+                return {}
             present = sorted(path.name for path in self.folder.iterdir()
                              if path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf"))
             raise ValueError(f"{self.folder} has neither {INDEX_NAME} nor {SINGLE_NAME}, only {present}; samebits "
                              "reads only safetensors, one file or shards with their index: fetch or convert")
+        weight_map = read_json(self.folder, INDEX_NAME).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise ValueError(f"{self.folder / INDEX_NAME} has no weight_map; fetch it again")
         for name, shard in weight_map.items():
             if not (self.folder / shard).is_file():
                 raise ValueError(f"{self.folder / shard} is missing: {INDEX_NAME} puts tensor {name} there; fetch it")
-        return [self.folder / shard for shard in sorted(set(weight_map.values()))]
+        return weight_map
 
     def tensors(self, progress: bool = True) -> Iterator[tuple[str, object]]:
-        """Yield (name, slice) of every tensor, file by file, in the order of their bytes.
-
-        A slice reads nothing until it is indexed: `view[a:b]` reads those rows, `view[:]` all, as a torch tensor
-        over the mapped file.  Index it before taking the next one: the file is closed after its last tensor.
-        """
+        """Yield (name, slice) of every tensor, file by file, in the order of their bytes. `slice[a:b]` reads those
+        rows as a torch tensor over the mapped file; index it before taking the next: the file is closed at its end."""
         num_bytes = {name: math.prod(shape) * int((re.search(r"\d+", self.dtypes[name]) or "8")[0]) // 8
                      for name, shape in self.shapes.items()}  # the width is in a dtype's name ("BF16"), but for BOOL
-        # mininterval keeps a log file readable; the bar goes to stderr, since stdout belongs to the answer.
-        with tqdm(total=sum(num_bytes.values()), desc="loading weights", unit="B", unit_scale=True, mininterval=0.5,
-                  file=sys.stderr, disable=not progress) as bar:
+        with tqdm(total=sum(num_bytes.values()), desc="loading weights", unit="B", unit_scale=True,
+                  mininterval=0.5, disable=not progress) as bar:  # seldom enough to keep a log file readable
             for file in self.files:
                 with open_safetensors(file) as handle:
                     for name in handle.offset_keys():

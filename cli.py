@@ -5,7 +5,7 @@ import inspect
 import json
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 from tqdm import tqdm
 
@@ -39,11 +39,10 @@ def build_parser() -> argparse.ArgumentParser:
         help="auto: the checkpoint's, on CPU float32")
     add("--load-format", choices=["auto", "dummy"], default="auto", help="dummy: random weights, to measure speed")
 
-    defaults = "the checkpoint's generation_config.json gives the default"
     add = parser.add_argument_group("sampling", "An answer is a function of prompt, model and these.").add_argument
     add("--max-tokens", type=int, metavar="N", default=512, help="most tokens to generate (default: %(default)s)")
     add("--min-tokens", type=int, default=0, metavar="N", help="end tokens and stop strings do not count before N")
-    add("--temperature", type=float, metavar="T", help=f"0 is greedy; {defaults}, else 1")
+    add("--temperature", type=float, metavar="T", help="0 is greedy (default: generation_config.json's, else 1)")
     add("--top-k", type=int, metavar="K", help="keep the K most likely tokens; 0 keeps all")
     add("--top-p", type=float, metavar="P", help="keep the most likely tokens that make up P")
     add("--min-p", type=float, metavar="P", help="keep tokens at least P times as likely as the likeliest")
@@ -88,20 +87,17 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     return prompts
 
 
-def chosen(args: argparse.Namespace, names) -> dict:
+def chosen(args: argparse.Namespace, constructor) -> dict:
     """Those of the arguments that a constructor knows, by name."""
-    return {name: value for name, value in vars(args).items() if name in names}
+    return {name: value for name, value in vars(args).items() if name in inspect.signature(constructor).parameters}
 
 
 def print_json(llm: LLM, output: RequestOutput) -> None:
     for out in output.outputs:
         record = {"prompt": output.prompt, **asdict(out), "fingerprint": llm.fingerprint, "timings": output.timings,
-                  "params": asdict(output.params)}
-        del record["delta"]
-        if out.top_logprobs is None:
-            del record["top_logprobs"]
-        if output.prompt_logprobs is not None:
-            record["prompt_logprobs"] = output.prompt_logprobs
+                  "params": asdict(output.params), "prompt_logprobs": output.prompt_logprobs}
+        unasked = {name for name in ("top_logprobs", "prompt_logprobs") if record[name] is None}
+        record = {name: value for name, value in record.items() if name not in unasked | {"delta"}}
         print(json.dumps(record, ensure_ascii=False), flush=True)
     if output.error:
         print(json.dumps({"prompt": output.prompt, "error": output.error}, ensure_ascii=False), flush=True)
@@ -110,30 +106,29 @@ def print_json(llm: LLM, output: RequestOutput) -> None:
 def run(args: argparse.Namespace) -> int:
     start = time.perf_counter()
     prompts = [] if args.fingerprint else read_prompts(args)
-    llm = LLM(**chosen(args, inspect.signature(LLM).parameters), progress=sys.stderr.isatty())
+    llm = LLM(**chosen(args, LLM), progress=sys.stderr.isatty())
     if args.fingerprint:
         print(llm.fingerprint)
         return 0
-    params = SamplingParams(**chosen(args, SamplingParams.__dataclass_fields__))
-    if args.json and params.logprobs is None:
-        params = replace(params, logprobs=0)  # the tokens' own
-    options = {}
+    if args.json and args.logprobs is None:
+        args.logprobs = 0  # the tokens' own
+    params = SamplingParams(**chosen(args, SamplingParams))
+    inputs, options = prompts, {}
     if args.chat:
         system = [{"role": "system", "content": args.system}] if args.system else []
         thinking = {"enable_thinking": False} if args.no_think else {}
-        chats = [llm.apply_chat_template(system + [{"role": "user", "content": text}], **thinking) for text in prompts]
-        texts, prompts, options = prompts, chats, {"add_special_tokens": False}
+        inputs = [llm.apply_chat_template(system + [{"role": "user", "content": text}], **thinking) for text in prompts]
+        options = {"add_special_tokens": False}
     loaded = time.perf_counter()
     if len(prompts) == 1 and args.n == 1 and not args.json:
-        for output in llm.stream(prompts[0], params, **options):
+        for output in llm.stream(inputs[0], params, **options):
             print(output.outputs[0].delta, end="", flush=True)
         print(flush=True)
         outputs = [output]
     else:
-        outputs = llm.generate(prompts, params, progress=sys.stderr.isatty() and len(prompts) > 1, **options)
+        outputs = llm.generate(inputs, params, progress=sys.stderr.isatty() and len(prompts) > 1, **options)
     for i, output in enumerate(outputs):
-        if args.chat:
-            output.prompt = texts[i]
+        output.prompt = prompts[i]  # with --chat, not the template's text
         if args.json:
             print_json(llm, output)
         elif len(outputs) > 1 or args.n > 1:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import platform
 import re
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -21,30 +22,26 @@ from model import ModelConfig
 DIGEST_FILE = ".samebits-digest.json"
 
 
-def weight_digest(folder: Path, progress: bool = True) -> str:
+def weight_digest(folder: Path) -> str:
     """sha256 over the safetensors files, 16 hex digits; cached beside the model by each file's size and time."""
     files = Checkpoint(folder).files
     stamp = {f.name: [f.stat().st_size, f.stat().st_mtime_ns] for f in files}
     cached = folder / DIGEST_FILE
-    try:
+    with suppress(OSError, ValueError, KeyError):  # there is none yet, or it is broken
         known = json.loads(cached.read_text())
-    except (OSError, ValueError):
-        known = {}
-    if known.get("files") == stamp:
-        return known["digest"]
+        if known["files"] == stamp:
+            return known["digest"]
     digest = hashlib.sha256()
     total = sum(size for size, _ in stamp.values())
-    with tqdm(total=total, desc="weight digest", unit="B", unit_scale=True, disable=not progress, leave=False) as bar:
+    with tqdm(total=total, desc="weight digest", unit="B", unit_scale=True, leave=False) as bar:
         for file in files:
             digest.update(file.name.encode())
             with open(file, "rb") as stream:
                 while chunk := stream.read(1 << 24):
                     digest.update(chunk)
                     bar.update(len(chunk))
-    try:
+    with suppress(OSError):  # a read-only folder: computed again next time
         cached.write_text(json.dumps({"files": stamp, "digest": digest.hexdigest()[:16]}))
-    except OSError:
-        pass  # a read-only folder: computed again next time
     return digest.hexdigest()[:16]
 
 

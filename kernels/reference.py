@@ -14,6 +14,7 @@ Products are fp32: a product of two bf16 or fp16 numbers is exact in it, so `x.f
 
 import math
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -22,6 +23,7 @@ from kernels.tiles import KV_SPLIT, KV_TILE, LOGPROB_SCALE_BITS, leaf_length
 COLUMNS, LANES = 64, 4096
 NO_ID = 2**31 - 1  # of a row without a number, as kernels.sample has it
 MAX_ITEMS = 256  # attention items in flight: bounds memory, changes nothing else
+ONES = torch.ones((1, 1 << 15, 8))  # its first K rows make a row sum; no hidden size is larger
 
 
 def tiled_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -29,10 +31,10 @@ def tiled_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if x.shape[1] % 16:  # the library peels a row by its alignment: start every row of the weight on a 64-byte border
         x, weight = (F.pad(t, (0, -t.shape[1] % 16)) for t in (x, weight))
     (M, K), N = x.shape, weight.shape[0]
-    rows, full = x.unsqueeze(1), N // COLUMNS
-    tiles = weight[: full * COLUMNS].unflatten(0, (full, COLUMNS)).mT if full else ()
+    full = N // COLUMNS
     if M == 1 and full * COLUMNS == N:  # what a single stream does all day
-        return torch.bmm(x.expand(full, 1, K), tiles).view(1, N)
+        return torch.bmm(x.expand(full, 1, K), weight.view(full, COLUMNS, K).mT).view(1, N)
+    rows, tiles = x.unsqueeze(1), weight[: full * COLUMNS].view(full, COLUMNS, K).mT
     parts = [torch.bmm(rows, tile.expand(M, K, COLUMNS)).squeeze(1) for tile in tiles]
     if N % COLUMNS:
         edge = F.pad(weight[full * COLUMNS :], (0, 0, 0, -N % COLUMNS)).T.expand(M, K, COLUMNS)
@@ -43,17 +45,17 @@ def tiled_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def row_sum(x: torch.Tensor) -> torch.Tensor:
     """Sum of the last axis as a product with ones. x: [M, K] fp32; returns [M, 1]."""
     M, K = x.shape
-    return torch.bmm(x.unsqueeze(1), torch.ones((1, K, 8)).expand(M, K, 8))[:, 0, :1]
+    return torch.bmm(x.unsqueeze(1), ONES[:, :K].expand(M, K, 8))[:, 0, :1]
 
 
 def by_lanes(function, x: torch.Tensor) -> torch.Tensor:
     """`function` (exp2, exp or log) of an fp32 tensor, at most LANES elements a call, always whole vectors."""
     if x.numel() <= LANES and x.numel() % 64 == 0:
         return function(x.contiguous())
-    chunks = F.pad(x.reshape(-1), (0, -x.numel() % LANES)).view(-1, LANES)
-    for chunk in chunks:
+    flat = F.pad(x.reshape(-1), (0, -x.numel() % 64))  # a copy, even if it pads by nothing
+    for chunk in flat.split(LANES):
         function(chunk, out=chunk)
-    return chunks.view(-1)[: x.numel()].view(x.shape)
+    return flat[: x.numel()].view(x.shape)
 
 
 def embedding(input_ids, weight, dtype):
@@ -62,28 +64,24 @@ def embedding(input_ids, weight, dtype):
 
 def rms_norm(x, weight, eps, residual=None):
     if residual is not None:
-        residual.copy_(residual.float() + x.float())
-        x = residual
+        x = residual.add_(x)  # in fp32 inside, rounded once
     x32 = x.float()
-    rstd = 1.0 / torch.sqrt(row_sum(x32 * x32) / x.shape[-1] + eps)
+    rstd = row_sum(x32 * x32).div_(x.shape[-1]).add_(eps).sqrt_().reciprocal_()
     return ((x32 * rstd).to(x.dtype).float() * weight.float()).to(x.dtype)
 
 
 def linear(x, weight, bias, leaves, out_dtype, out=None):
-    x32, w32 = x.float(), weight.float()
     length = leaf_length(x.shape[1], leaves)
-    total = None
-    for start in range(0, x.shape[1], length):
-        leaf = tiled_matmul(x32[:, start : start + length], w32[:, start : start + length])
-        total = leaf if total is None else total + leaf
-    if bias is not None:
-        total = total + bias.float()
+    cuts = list(range(length, x.shape[1], length))
+    total, *rest = map(tiled_matmul, x.float().tensor_split(cuts, 1), weight.float().tensor_split(cuts, 1))
+    for term in rest if bias is None else (*rest, bias.float()):
+        total = total + term
     return total.to(out_dtype) if out is None else out.copy_(total)
 
 
 def silu_and_mul(gate_up):
     gate, up = gate_up.float().chunk(2, dim=1)
-    return (gate / (1.0 + by_lanes(torch.exp, -gate)) * up).to(gate_up.dtype)
+    return (gate / by_lanes(torch.exp, -gate).add_(1.0)).mul_(up).to(gate_up.dtype)
 
 
 def rotary_and_cache(qkv, q_norm, k_norm, eps, cos_sin, work, k_cache, v_cache, num_heads):
@@ -93,20 +91,21 @@ def rotary_and_cache(qkv, q_norm, k_norm, eps, cos_sin, work, k_cache, v_cache, 
         slot = work.slot_mapping[token].long()
         page = slot // KV_TILE * num_kv_heads + torch.arange(num_kv_heads)[:, None]
         row = page * KV_TILE + slot % KV_TILE  # [Hkv, tokens with a slot] into a cache viewed as [-1, head_dim]
-        table = cos_sin[work.positions.long()].unsqueeze(1)
-        work.host_plans["rotary"] = token, row.T.flatten(), *table.chunk(2, dim=-1)
+        cos, sin = cos_sin[work.positions.long()].unsqueeze(1).chunk(2, dim=-1)
+        work.host_plans["rotary"] = (token if len(token) < len(qkv) else slice(None), row.T.flatten(),
+                                     torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1))
     token, row, cos, sin = work.host_plans["rotary"]
-    q, k, v = qkv.view(len(qkv), -1, head_dim).split([num_heads, num_kv_heads, num_kv_heads], dim=1)
-
-    def rotate(x, weight):
-        if weight is not None:
-            x = rms_norm(x.reshape(-1, head_dim), weight, eps).view(x.shape)
-        a, b = x.float().chunk(2, dim=-1)
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(qkv.dtype)
-
-    k_cache.view(-1, head_dim).index_copy_(0, row, rotate(k, k_norm)[token].view(-1, head_dim))
+    heads = qkv.view(len(qkv), -1, head_dim)
+    x, v = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
+    if q_norm is not None:
+        q, k = (part.reshape(-1, head_dim) for part in x.split([num_heads, num_kv_heads], dim=1))
+        q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
+        x = torch.cat([q.view(len(qkv), -1, head_dim), k.view(len(qkv), -1, head_dim)], dim=1)
+    x = x.float()  # halves a, b: (a * cos - b * sin, b * cos + a * sin), a difference being a sum with -sin
+    x = (x * cos).add_(x.roll(head_dim // 2, -1).mul_(sin)).to(qkv.dtype)
+    k_cache.view(-1, head_dim).index_copy_(0, row, x[token, num_heads:].reshape(-1, head_dim))
     v_cache.view(-1, head_dim).index_copy_(0, row, v[token].reshape(-1, head_dim))
-    return rotate(q, q_norm)
+    return x[:, :num_heads].contiguous()
 
 
 class LockStep:
@@ -129,7 +128,7 @@ class LockStep:
         self.rows = torch.where(valid, index, 0)  # [A, Hkv, R] into q viewed as [-1, head_dim]
         self.valid = torch.nonzero(valid.flatten()).flatten()
         self.destination = index.flatten()[self.valid]
-        # A split: items with keys in it [L] (None: all), their pages [L, T], slots written, keys visible to each row.
+        # A split: items with keys in it [L] (None: all), their pages [L, T], rows of v not written, keys hidden.
         self.splits = []
         for start in range(0, int(num_keys.max()), kv_split):
             live = torch.nonzero(num_keys > start).flatten()
@@ -138,48 +137,50 @@ class LockStep:
             columns = (start // KV_TILE + torch.arange(T)).clamp(max=work.block_tables.shape[1] - 1)
             limit = num_keys[live, None]
             pages = torch.where(keys[:, 0] < limit, work.block_tables[seqs[live]][:, columns].long(), 0)
+            unwritten = (keys >= limit[..., None]).view(len(live), T, 1, KV_TILE).expand(-1, -1, num_kv_heads, -1)
             self.splits.append((None if len(live) == len(items) else live, pages,
-                                (keys < limit[..., None]).view(len(live), T, 1, KV_TILE, 1),
-                                keys[:, None, None] <= position[live].view(-1, 1, 1, R, 1)))
+                                torch.nonzero(unwritten.flatten()).flatten(),
+                                keys[:, None, None] > position[live].view(-1, 1, 1, R, 1)))
 
     def attend(self, q, k_cache, v_cache, scale: float) -> torch.Tensor:
         """Outputs of all items' rows: [num_valid_rows, head_dim] in the order of `destination`."""
         dtype, D = q.dtype, q.shape[-1]
         A, Hkv, R = self.rows.shape
         rows = q.reshape(-1, D).index_select(0, self.rows.flatten()).view(A, 1, Hkv, R, D).float()
-        ones = torch.ones((1, KV_TILE, 8))
         total = None
-        for live, pages, written, visible in self.splits:
+        for live, pages, unwritten, hidden in self.splits:
             L, T = pages.shape
-            k, v = (c.index_select(0, pages.flatten()).float().view(L, T, Hkv, KV_TILE, D) for c in (k_cache, v_cache))
-            v = v.masked_fill(~written, 0.0)  # 0 x NaN must not reach a sum; scores are masked instead
+            k, v = (c.index_select(0, pages.flatten()).float().view(-1, KV_TILE, D) for c in (k_cache, v_cache))
+            v.view(-1, D).index_fill_(0, unwritten, 0.0)  # 0 x NaN must not reach a sum; scores are masked instead
             x = (rows if live is None else rows[live]).expand(L, T, Hkv, R, D).reshape(-1, R, D)
-            scores = torch.bmm(x, k.view(-1, KV_TILE, D).transpose(1, 2)).view(L, T, Hkv, R, KV_TILE)
-            scores = torch.where(visible, scores * (scale * math.log2(math.e)), -torch.inf)
+            scores = torch.bmm(x, k.mT).view(L, T, Hkv, R, KV_TILE)
+            scores.mul_(scale * math.log2(math.e)).masked_fill_(hidden, -torch.inf)
             # Running maxima, tile by tile: max is exact, so the exponentials of all tiles can be taken at once.
-            running = scores.amax(-1, keepdim=True).cummax(1).values
+            peaks = scores.amax(-1, keepdim=True)
+            running = peaks.cummax(1).values if T > 1 else peaks
             safe = running if total is None else running.masked_fill(running == -torch.inf, 0.0)
-            p = by_lanes(torch.exp2, scores - safe).to(dtype).float().view(-1, R, KV_TILE)
-            alphas = by_lanes(torch.exp2, running[:, :-1] - safe[:, 1:]) if T > 1 else None
-            sums = torch.bmm(p, ones.expand(len(p), KV_TILE, 8))[..., :1].view(L, T, Hkv, R, 1)
-            values = torch.bmm(p, v.view(-1, KV_TILE, D)).view(L, T, Hkv, R, D)
-            l, acc = sums[:, 0], values[:, 0]
-            for t in range(1, T):
-                l, acc = l * alphas[:, t - 1] + sums[:, t], acc * alphas[:, t - 1] + values[:, t]
+            p = by_lanes(torch.exp2, scores.sub_(safe)).to(dtype).float().view(-1, R, KV_TILE)
+            sums = torch.bmm(p, ONES[:, :KV_TILE].expand(len(p), KV_TILE, 8))[..., :1]
+            values = torch.bmm(p, v)  # and the sum of p beside them, to be scaled alike
+            acc, *rest = torch.cat([values, sums], -1).view(L, T, Hkv, R, D + 1).unbind(1)
+            alphas = by_lanes(torch.exp2, running[:, :-1] - safe[:, 1:]).unbind(1) if T > 1 else ()
+            for alpha, term in zip(alphas, rest, strict=True):
+                acc = acc * alpha + term
             if total is None:  # every row sees key 0, so the first split is there for all and merges into nothing
-                total = running[:, -1], l, acc
+                total = running[:, -1], acc
                 continue
             # The merge, in position order. A row that sees nothing of this split is left exactly as it was.
-            m_old, l_old, acc_old = total if live is None else (t[live] for t in total)
+            m_old, acc_old = total if live is None else (t[live] for t in total)
             m = torch.maximum(m_old, running[:, -1])
             a, b = by_lanes(torch.exp2, torch.cat([m_old, running[:, -1]], -1) - m).split(1, -1)
-            merged = m, l_old * a + l * b, acc_old * a + acc * b
+            merged = m, acc_old * a + acc * b
             if live is None:
                 total = merged
             else:
                 for whole, part in zip(total, merged, strict=True):
                     whole[live] = part
-        return (total[2] / total[1]).view(-1, D).index_select(0, self.valid).to(dtype)
+        out = total[1].view(-1, D + 1).index_select(0, self.valid)
+        return (out[:, :D] / out[:, D:]).to(dtype)
 
 
 def paged_attention(q, k_cache, v_cache, work, scale, kv_split=KV_SPLIT):
@@ -224,21 +225,15 @@ def argmax(logits):
 
 def philox(seed: int, position: int, num_quads: int) -> torch.Tensor:
     """Philox4x32-10 words (Salmon et al. 2011) for token ids 0 .. 4 * num_quads - 1, as int64 in [0, 2^32)."""
-    mask = 0xFFFFFFFF
-    c0 = torch.arange(num_quads, dtype=torch.int64)
-    c1, c2, c3 = torch.full_like(c0, position), torch.zeros_like(c0), torch.zeros_like(c0)
-    key0, key1 = seed & mask, (seed >> 32) & mask
-
-    def multiply(a: int, b):  # high and low words of a 32 x 32 bit product, without leaving int64
-        low, high = a * (b & 0xFFFF), a * (b >> 16)
-        return (high + (low >> 16)) >> 16, (((high & 0xFFFF) << 16) + low) & mask
-
+    low, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
+    c0 = np.arange(num_quads, dtype=np.uint64)
+    c1, c2, c3 = np.full_like(c0, position), np.zeros_like(c0), np.zeros_like(c0)
+    key0, key1 = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
     for _ in range(10):
-        high_a, low_a = multiply(0xD2511F53, c0)
-        high_b, low_b = multiply(0xCD9E8D57, c2)
-        c0, c1, c2, c3 = high_b ^ c1 ^ key0, low_b, high_a ^ c3 ^ key1, low_a
-        key0, key1 = (key0 + 0x9E3779B9) & mask, (key1 + 0xBB67AE85) & mask
-    return torch.stack([c0, c1, c2, c3], 1).view(-1)
+        a, b = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
+        c0, c1, c2, c3 = (b >> shift) ^ c1 ^ np.uint64(key0), b & low, (a >> shift) ^ c3 ^ np.uint64(key1), a & low
+        key0, key1 = (key0 + 0x9E3779B9) & 0xFFFFFFFF, (key1 + 0xBB67AE85) & 0xFFFFFFFF
+    return torch.from_numpy(np.stack([c0, c1, c2, c3], 1).astype(np.int64).reshape(-1))
 
 
 def log_exponential(words):

@@ -27,7 +27,7 @@ from sampler import SamplingParams, completion_seed
 from scheduler import Scheduler, Sequence
 from text import Detokenizer, Tokenizer
 
-DEFAULT_MODEL = "models/SmolLM2-135M-Instruct"
+DEFAULT_MODEL = "models/embedded"  # in this folder, wherever one is
 GRAPH_RESERVE = 1 << 29  # bytes left free for CUDA graphs, which are captured after the cache is sized
 CPU_CACHE_BYTES = 1 << 30
 
@@ -98,7 +98,8 @@ class LLM:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if load_format not in ("auto", "dummy"):
             raise ValueError(f"unknown load_format {load_format!r}: use 'auto' or 'dummy'")
-        self.folder = find_model(str(model), revision)
+        inside = Path(__file__).parent if model == DEFAULT_MODEL else ""
+        self.folder = checkpoint.resolve(str(Path(inside, model)), revision)
         raw = checkpoint.read_json(self.folder, "config.json", required=True) | (hf_overrides or {})
         self.config = ModelConfig.from_dict(raw)
         self.device = pick_device(device)
@@ -390,17 +391,6 @@ class LLM:
         params = SamplingParams(temperature=0.0, prompt_logprobs=0)
         output = self.generate([before + after], params, score_only=True)[0]
         return [logprob for logprob, _ in output.prompt_logprobs[len(before) :]]
-
-
-def find_model(model: str, revision: str | None) -> Path:
-    """The folder of a model; the default one is looked for beside this file and made by a tool if it is not there."""
-    if model == DEFAULT_MODEL:
-        folder = Path(__file__).parent / DEFAULT_MODEL
-        if not folder.is_dir():
-            raise ValueError(f"the default model is not there yet: run `python tools/smollm2.py` to make {folder}, "
-                             "or name one with --model (a folder, or a Hub id such as Qwen/Qwen3-0.6B)")
-        return folder
-    return checkpoint.resolve(model, revision)
 
 
 def pick_device(name: str) -> torch.device:

@@ -24,7 +24,7 @@ LENGTHS = (1, 2, 31, 63, 64, 65, 100, 127, 129, 190, 191, 250, 256, 257, 300, 32
 AXES = {"batch": (1, 16, 64, 257), "shuffled": (False, True), "chunk": (64, 256, None), "warm": (False, True),
         "tiny": (False, True), "graph": (False, True) if HAS_GPU else (False,), "seeded": (False, True)}
 OUTPUT = 8
-SMOLLM2 = ROOT / "models" / "SmolLM2-135M-Instruct"
+SMOLLM2, EMBEDDED = ROOT / "models" / "SmolLM2-135M-Instruct", ROOT / "models" / "embedded"
 QWEN3_8B = TINY | {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 4,
                    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False}
 
@@ -156,17 +156,19 @@ def test_full_product_on_a_random_model(tiny_folder, chunk, tiny):
 
 
 needs_smollm2 = pytest.mark.skipif(not SMOLLM2.is_dir(), reason="python tools/smollm2.py makes this model")
+real_models = pytest.mark.parametrize("folder", [EMBEDDED, pytest.param(SMOLLM2, marks=needs_smollm2)],
+                                      ids=["embedded", "smollm2"])
 
 
-@needs_smollm2
-def test_pairwise_on_smollm2():
-    compare(Served(SMOLLM2, lengths=(1, 62, 127, 190, 254), longest_filler=2), pairwise())
+@real_models
+def test_pairwise_on_a_real_model(folder):
+    compare(Served(folder, lengths=(1, 62, 127, 190, 254), longest_filler=2), pairwise())
 
 
 @pytest.mark.gpu
-@needs_smollm2
-def test_pairwise_on_smollm2_gpu():
-    compare(Served(SMOLLM2), pairwise())
+@real_models
+def test_pairwise_on_a_real_model_gpu(folder):
+    compare(Served(folder), pairwise())
 
 
 @pytest.mark.gpu
@@ -225,10 +227,10 @@ def test_a_cache_block_has_the_same_bytes_whoever_wrote_it(tiny_folder):
             if len(seq.token_ids) > prompt_len:  # put the prompt's tokens into its mouth
                 position = len(seq.token_ids) - 1
                 seq.token_ids[-1] = token_ids[position] if position < 250 else seq.token_ids[-1]
-            if disturb and len(seq.token_ids) == 140 and not seq.num_preemptions:
+            if disturb and len(seq.token_ids) == 140 and not llm.scheduler.num_preemptions:
                 llm.scheduler.preempt(seq)
                 llm.scheduler.blocks.reset_prefix_cache()
-        assert bool(seq.num_preemptions) == disturb
+        assert llm.scheduler.num_preemptions == disturb
         blocks = llm.runner.kv_cache[:, :, seq.block_table[:4]].transpose(3, 4).flatten(2, 3)
         written.append(blocks[:, :, :250].cpu().clone())
     assert written[0].isfinite().all()

@@ -17,6 +17,8 @@ from model import ModelConfig, rotary_frequencies, rotary_table
 from sampler import SamplingParams
 
 SMOLLM2 = ROOT / "models" / "SmolLM2-135M-Instruct"
+EMBEDDED = ROOT / "models" / "embedded"
+needs_smollm2 = pytest.mark.skipif(not SMOLLM2.is_dir(), reason="python tools/smollm2.py makes this model")
 PROMPT_IDS = random.Random(11).choices(range(TINY["vocab_size"]), k=150)
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 512}
@@ -197,22 +199,30 @@ def test_the_tie_flag_and_the_tensors(tmp_path, tied, head, refused):
 
 PROMPTS = ["The capital of France is", "Once upon a time, in a village by the sea,", "def fibonacci(n):\n",
            "Q: What is 17 + 25?\nA:", "Größe und Übermut sind", "1, 1, 2, 3, 5, 8,", " ", "Dear Sir or Madam,\n\n" * 20]
+EMBEDDED_PROMPTS = PROMPTS + [
+    "Once upon a time", "One day, a little fox", "A long time ago, a shy bear lived in a cave.",
+    "Mia found a red ball.", "In the end,", "The farmer said, \"", "It was a cold day, and",
+    "<|im_start|>user\nWhat is a dog?<|im_end|>\n",
+    "<|im_start|>user\nHello!<|im_end|>\n<|im_start|>assistant\n", "Lily and Tom went to the park. Lily",
+    "At last,", "There once was a king"]
 MESSAGES = [{"role": "user", "content": "Name three colours."}, {"role": "assistant", "content": "Red, green, blue."},
             {"role": "user", "content": "Another?"}]
 
 
-@pytest.mark.skipif(not SMOLLM2.is_dir(), reason="python tools/smollm2.py makes this model")
-def test_smollm2_greedy_is_token_for_token(tmp_path):
-    """Anything wrong with real weights, the tokenizer, the template or the end id changes one of these."""
-    llm = LLM(SMOLLM2, device="cpu", dtype="float32", num_gpu_blocks_override=64, progress=False)
-    outputs = llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=64))
+@pytest.mark.parametrize("folder, prompts", [
+    pytest.param(SMOLLM2, PROMPTS, marks=needs_smollm2), (EMBEDDED, EMBEDDED_PROMPTS)], ids=["smollm2", "embedded"])
+def test_greedy_is_token_for_token(tmp_path, folder, prompts):
+    """Anything wrong with real weights, the tokenizer, the template or the end ids changes one of these."""
+    llm = LLM(folder, device="cpu", dtype="float32", num_gpu_blocks_override=64, progress=False)
+    outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=64))
     found = [output.outputs[0].token_ids for output in outputs]
-    expected = ask_transformers({"greedy": {"folder": str(SMOLLM2), "prompts": PROMPTS, "outputs": found,
+    expected = ask_transformers({"greedy": {"folder": str(folder), "prompts": prompts, "outputs": found,
                                             "messages": MESSAGES}}, tmp_path)
     assert [output.prompt_token_ids for output in outputs] == expected["prompt_ids"]
     assert found == expected["chosen"]
+    assert expected["eos"] in llm.eos_token_ids
     for ids in found:
-        assert len(ids) == (ids.index(expected["eos"]) + 1 if expected["eos"] in ids else 64)
+        assert len(ids) == next((i + 1 for i, token in enumerate(ids) if token in llm.eos_token_ids), 64)
     chat = llm.apply_chat_template(MESSAGES)
     assert chat == expected["chat"]
     assert llm.tokenizer.encode(chat, add_special_tokens=False) == expected["chat_ids"]

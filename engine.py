@@ -8,7 +8,7 @@ are loops over `step`. Run as a program, this file is the command line (cli.py).
 import secrets
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 from pathlib import Path
@@ -30,6 +30,7 @@ from text import Detokenizer, Tokenizer
 DEFAULT_MODEL = "models/embedded"  # in this folder, wherever one is
 GRAPH_RESERVE = 1 << 29  # bytes left free for CUDA graphs, which are captured after the cache is sized
 CPU_CACHE_BYTES = 1 << 30
+NOTHING = ((), list)  # no step in flight: no sequences, and no results to wait for
 
 
 @dataclass
@@ -84,6 +85,7 @@ class LLM:
     max_num_seqs, max_num_batched_tokens: most sequences and tokens in a step
     gpu_memory_utilization: share of the GPU's memory to use; num_gpu_blocks_override: size of the cache in blocks of 64
     enable_prefix_caching, enforce_eager (no CUDA graphs): as in vLLM; ops: another op table (tests, benchmarks)
+    async_scheduling: launch a step before the tokens of the last are known to the host [on a GPU]
     """
 
     def __init__(self, model: str | Path = DEFAULT_MODEL, *, revision: str | None = None, device: str = "auto",
@@ -91,7 +93,8 @@ class LLM:
                  hf_overrides: dict | None = None, max_model_len: int | None = None, max_num_seqs: int = 256,
                  max_num_batched_tokens: int | None = None, gpu_memory_utilization: float = 0.85,
                  num_gpu_blocks_override: int | None = None, enable_prefix_caching: bool = True,
-                 enforce_eager: bool = False, ops: Ops | None = None, progress: bool = True):
+                 enforce_eager: bool = False, async_scheduling: bool | None = None, ops: Ops | None = None,
+                 progress: bool = True):
         for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens),
                             ("num_gpu_blocks_override", num_gpu_blocks_override)):
             if value is not None and value < 1:
@@ -130,9 +133,11 @@ class LLM:
         self.runner = Runner(self.model, self.ops, kv_cache, max_num_seqs, self.max_model_len, enforce_eager)
         blocks = BlockManager(num_blocks, enable_prefix_caching=enable_prefix_caching)
         self.scheduler = Scheduler(blocks, max_num_seqs, batched)
+        self.async_scheduling = self.device.type == "cuda" if async_scheduling is None else async_scheduling
         self.requests: dict[str, Request] = {}
         self._owner: dict[int, tuple[Request, int]] = {}  # id(sequence) -> its request and index there
         self._fresh: list[CompletionOutput] = []  # those whose `delta` is the last step's
+        self._in_flight = NOTHING
         self._next_id = 0
         self._fingerprint: str | None = None
 
@@ -213,28 +218,61 @@ class LLM:
         return request_id
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; returns the requests that gained a token or ended. If it raises, those that took part end."""
+        """Run one step; returns the requests that gained tokens or ended. If it raises, those that took part end.
+
+        With `async_scheduling` the device is given a step's work before the tokens of the last are looked at, so the
+        host's work costs no time; a token is then returned one call later, and the token after an end is thrown away.
+        """
         for out in self._fresh:
             out.delta = ""
         self._fresh = []
-        seqs = self.scheduler.schedule()
         changed: dict[str, RequestOutput] = {}
-        owners = [self._owner[id(seq)] for seq in seqs]
+        took_part = [seq for seq, _ in self._in_flight[0]]
         try:
-            for seq, (request, index), result in zip(seqs, owners, self.runner.step(seqs) if seqs else []):
-                self.scheduler.computed(seq)
-                seq.prompt_logprobs += result.prompt_logprobs
-                if result.token_id is not None:
-                    self._absorb(request, index, result)
-                    changed[request.output.request_id] = request.output
-                elif seq.max_new_tokens == 0 and seq.num_computed_tokens == len(seq.token_ids):
-                    self._finish(request, index, "length")
-                    changed[request.output.request_id] = request.output
+            seqs = self.scheduler.schedule()
+            took_part += seqs
+            launched = self._launch(seqs) if seqs else NOTHING
+            self._collect(changed)
+            self._in_flight = launched
+            if not self.async_scheduling or any(seq.needs_its_tokens for seq in seqs):
+                self._collect(changed)
         except BaseException:
-            for request, _ in owners:
-                self.abort(request.output.request_id)
+            self._in_flight = NOTHING
+            for seq in took_part:
+                if seq.finish_reason is None:
+                    self.abort(self._owner[id(seq)][0].output.request_id)
             raise
         return list(changed.values())
+
+    def _launch(self, seqs: list[Sequence]) -> tuple[list[tuple[Sequence, int]], Callable[[], list[StepOutput]]]:
+        """Start a step. Returns its sequences, each with the number of its tokens then computed, and the wait."""
+        collect = self.runner.launch(seqs)
+        entries, row = [], 0
+        for seq in seqs:
+            samples = seq.samples_this_step
+            self.scheduler.computed(seq)
+            entries.append((seq, seq.num_computed_tokens))
+            if samples:  # the place of the token to come
+                row += 1
+                seq.token_ids.append(-row)
+        return entries, collect
+
+    def _collect(self, changed: dict[str, RequestOutput]) -> None:
+        """Wait for the step in flight, if there is one, and take its results in."""
+        (entries, collect), self._in_flight = self._in_flight, NOTHING
+        for (seq, position), result in zip(entries, collect()):
+            if seq.finish_reason is not None:
+                continue  # it ended, or was aborted, while this was under way
+            request, index = self._owner[id(seq)]
+            seq.prompt_logprobs += result.prompt_logprobs
+            if result.token_id is not None:
+                seq.token_ids[position] = result.token_id
+                self._absorb(request, index, result)
+            elif seq.max_new_tokens == 0 and position == seq.num_prompt_tokens:
+                self._finish(request, index, "length")
+            else:
+                continue
+            changed[request.output.request_id] = request.output
 
     def abort(self, request_id: str) -> None:
         """End a request wherever it is and free its blocks. An unknown id is ignored: it may have just ended."""
@@ -272,7 +310,6 @@ class LLM:
             return self._finish(request, index, "error")
         if seq.first_token_time is None:
             seq.first_token_time = time.perf_counter()
-        seq.token_ids.append(token)
         out.token_ids.append(token)
         self._fresh.append(out)
         if out.logprobs is not None:
@@ -282,8 +319,8 @@ class LLM:
         params, count = request.output.params, len(out.token_ids)
         ended = token in seq.stop_token_ids and count >= params.min_tokens
         if detokenizer and (not ended or params.include_stop_str_in_output):
-            out.delta = detokenizer.push(token, check_stop=count >= params.min_tokens)
-            out.text += out.delta
+            piece = detokenizer.push(token, check_stop=count >= params.min_tokens)
+            out.text, out.delta = out.text + piece, out.delta + piece
         if detokenizer and detokenizer.stop_reason is not None:
             out.stop_reason = detokenizer.stop_reason
             self._finish(request, index, "stop")

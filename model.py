@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 
 from checkpoint import Checkpoint
-from kernels import Ops
+from kernels import Ops, same_bits
 from kernels.tiles import leaf_count
 from kernels.work import AttentionWork
 
@@ -164,11 +164,13 @@ class Batch:
     """One step's input, built once and passed down. Padding rows of a CUDA graph have slot -1.
 
     input_ids: [num_tokens] int32
+    drawn: [max_num_seqs] int64, the tokens chosen by the step before; an input id of -1 - r stands for drawn[r]
     logits_rows: [num_logits] int64, the rows whose logits are wanted; None means every row
     """
 
     input_ids: torch.Tensor
     attention: AttentionWork
+    drawn: torch.Tensor
     logits_rows: torch.Tensor | None = None
 
 
@@ -250,7 +252,7 @@ class Model:
         kv_cache: [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]; this step's keys are written to it.
         """
         c, ops, eps = self.config, self.ops, self.config.rms_norm_eps
-        residual = ops.embedding(batch.input_ids, self.embed_tokens, self.dtype)
+        residual = ops.embedding(batch.input_ids, self.embed_tokens, self.dtype, batch.drawn)
         hidden_states = None
         for layer, (k_cache, v_cache) in zip(self.layers, kv_cache, strict=True):
             if hidden_states is None:
@@ -293,7 +295,7 @@ class Model:
                 self.weights[name].copy_(data[:].to(self.dtype))
             elif name == head:
                 head_copy = data[:].to(self.dtype)
-        if head_copy is not None and not torch.equal(head_copy.float(), self.embed_tokens.cpu().float()):
+        if head_copy is not None and not same_bits(head_copy, self.embed_tokens.cpu().to(self.dtype)):
             raise ValueError(f"{head} differs from model.embed_tokens.weight, but tie_word_embeddings is true: "
                              "set it to false in config.json, or remove the tensor")
 

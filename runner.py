@@ -1,16 +1,18 @@
 """One step of the model: build the `Batch` from the scheduled sequences, run it, choose the tokens.
 
-Owns the device-side inputs, the CUDA graphs of decode steps and the copies between host and device. It reads
-sequences and never changes them; it knows nothing of text.
+Owns the device-side inputs, the CUDA graphs of decode steps and the copies between host and device. A step is
+launched, and its results are collected later: meanwhile the host may launch the next one, whose inputs the device takes
+from `drawn`. Reads sequences and never changes them; knows nothing of text.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 import sampler
-from kernels import Ops
+from kernels import Ops, upload
 from kernels.tiles import KV_SPLIT, KV_TILE
 from kernels.work import ITEM_FIELDS, MERGE_FIELDS, AttentionWork, plan_decode, plan_prefill
 from model import Batch, Model
@@ -81,11 +83,13 @@ class Runner:
         self.graphs: dict[Shape, tuple[torch.Tensor, torch.cuda.CUDAGraph]] = {}
         self.graph_pool = None
         rows = max_num_seqs if self.use_graphs else 0
+        self.drawn = torch.zeros(max_num_seqs, dtype=torch.int64, device=self.device)  # the last step's tokens
         self.graph_logits = torch.empty((rows, model.config.vocab_size), dtype=torch.float32, device=self.device)
 
     @torch.inference_mode()
-    def step(self, seqs: list[Sequence]) -> list[StepOutput]:
-        """Compute the scheduled tokens of `seqs` and choose the next token of those whose last token is among them."""
+    def launch(self, seqs: list[Sequence]) -> Callable[[], list[StepOutput]]:
+        """Compute the scheduled tokens of `seqs` and choose the next token of those whose last token is among them: the
+        r-th of these goes to `drawn[r]`. Returns the function that waits for the results, one a sequence."""
         shape, arrays, grid = self._plan(seqs)
         sampling = [seq for seq in seqs if seq.samples_this_step]
         prompts = [seq for seq in seqs if seq.wants_prompt_logprobs]
@@ -97,19 +101,25 @@ class Runner:
             prompt_logprobs = {}
         else:
             buffer, offsets = pack(shape, arrays)
-            batch = self._batch(self._upload(buffer), offsets, shape, grid)
+            batch = self._batch(upload(buffer, self.device), offsets, shape, grid)
             if prompts:  # every row may be wanted; otherwise only the last of each sequence goes on to the norm
                 hidden_states = self.model.forward(batch, self.kv_cache)
                 prompt_logprobs = self._score_prompts(seqs, ends, hidden_states)
                 hidden_states = hidden_states[rows]
             else:
                 prompt_logprobs = {}
-                index = torch.tensor(rows, dtype=torch.int64, device=self.device)
+                index = upload(np.array(rows, np.int64), self.device)
                 hidden_states = self.model.forward(replace(batch, logits_rows=index), self.kv_cache)
             logits = self.model.logits(hidden_states.contiguous()) if rows else None
-        chosen = iter(self._choose(logits, sampling) if sampling else [])
-        return [StepOutput(*(next(chosen) if seq.samples_this_step else (None, None, None)),
-                           prompt_logprobs.get(id(seq), [])) for seq in seqs]
+        wait = self._choose(logits, sampling) if sampling else list
+        samples = [seq.samples_this_step for seq in seqs]
+
+        def collect() -> list[StepOutput]:
+            chosen = iter(wait())
+            return [StepOutput(*(next(chosen) if sample else (None, None, None)), prompt_logprobs.get(id(seq), []))
+                    for seq, sample in zip(seqs, samples, strict=True)]
+
+        return collect
 
     def _plan(self, seqs: list[Sequence]) -> tuple[Shape, dict[str, np.ndarray], tuple[int, int, int]]:
         """The step's arrays, their exact shape, and the grid sizes."""
@@ -138,10 +148,6 @@ class Runner:
                        "block_tables": tables, "counts": np.array(grid), "merges": merges, "prefill_items": prefill,
                        "decode_items": decode}, grid
 
-    def _upload(self, buffer: np.ndarray) -> torch.Tensor:
-        host = torch.from_numpy(buffer)
-        return host if self.device.type == "cpu" else host.pin_memory().to(self.device, non_blocking=True)
-
     def _batch(self, packed: torch.Tensor, offsets: dict[str, int], shape: Shape, grid) -> Batch:
         """Views of the packed buffer, named."""
         sizes = shape.fields()
@@ -151,7 +157,7 @@ class Runner:
             view["prefill_items"].view(-1, ITEM_FIELDS), view["decode_items"].view(-1, ITEM_FIELDS),
             view["merges"].view(-1, MERGE_FIELDS), view["counts"], *grid, split_decode=shape.split_decode,
             max_partials=shape.decode_items if shape.split_decode else 0)
-        return Batch(view["input_ids"], work)
+        return Batch(view["input_ids"], work, self.drawn)
 
     def _graph_size(self, seqs: list[Sequence]) -> int | None:
         """The captured size that holds this decode step; None if it is not one, or graphs are off."""
@@ -176,7 +182,7 @@ class Runner:
 
     def _capture(self, shape: Shape, buffer: np.ndarray,
                  offsets: dict[str, int]) -> tuple[torch.Tensor, torch.cuda.CUDAGraph]:
-        inputs = self._upload(buffer)
+        inputs = upload(buffer, self.device)
         kv_heads = self.model.config.num_kv_heads
         walkers = max(1, self.ops.grid // kv_heads) if shape.split_decode else shape.num_seqs
         batch = self._batch(inputs, offsets, shape, (0, walkers, shape.merges))
@@ -192,23 +198,44 @@ class Runner:
         self.graph_pool = self.graph_pool or graph.pool()
         return inputs, graph
 
-    def _choose(self, logits: torch.Tensor, seqs: list[Sequence]) -> list[tuple]:
-        """(token id, logprob, top logprobs) of each sequence that gets a token in this step."""
-        rows = [sampler.SamplingRow(seq.params, seq.seed, seq.token_ids, seq.num_prompt_tokens, seq.stop_token_ids)
-                for seq in seqs]
-        tokens = sampler.choose(logits, rows, self.ops)
+    def _choose(self, logits: torch.Tensor, seqs: list[Sequence]) -> Callable[[], list[tuple]]:
+        """Choose the next token of each sequence; returns the function that waits for (token id, logprob, top logprobs)
+        of each."""
+        tokens = sampler.choose(logits, seqs, self.ops)
+        self.drawn[: len(seqs)].copy_(tokens)
         wanted = [seq.params.logprobs for seq in seqs]
-        ids = tokens.tolist()
-        asking = [i for i, want in enumerate(wanted) if want is not None and ids[i] < logits.shape[1]]
-        chosen = [(token, None, None) for token in ids]
+        asking = [i for i, want in enumerate(wanted) if want is not None]
+        results = [tokens]
         if asking:
-            if len(asking) < len(ids):
-                index = torch.tensor(asking, device=self.device)
+            if len(asking) < len(seqs):
+                index = upload(np.array(asking), self.device)
                 logits, tokens = logits[index], tokens[index]
-            values = self._logprobs(logits, tokens, max(wanted[i] for i in asking))
-            for i, (value, tops) in zip(asking, values, strict=True):
-                chosen[i] = ids[i], value, dict(list(tops.items())[: wanted[i]])
-        return chosen
+            tokens = tokens.clamp(max=logits.shape[1] - 1)  # a broken row's logprob is never shown
+            results += self.ops.logprobs(logits, tokens, max(wanted[i] for i in asking))
+        wait = self._download(results)
+
+        def collect() -> list[tuple]:
+            ids, *values = [result.tolist() for result in wait()]
+            chosen = [(token, None, None) for token in ids]
+            for i, value, *top in zip(asking, *values):
+                chosen[i] = ids[i], value, dict(list(zip(*top, strict=True))[: wanted[i]])
+            return chosen
+
+        return collect
+
+    def _download(self, tensors: list[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+        """Start to copy tensors to the host; returns the function that waits for them."""
+        if self.device.type == "cpu":
+            return lambda: tensors
+        copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors]
+        done = torch.cuda.Event()
+        done.record()
+
+        def wait() -> list[torch.Tensor]:
+            done.synchronize()
+            return copies
+
+        return wait
 
     def _logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, top: int) -> list[tuple[float, dict[int, float]]]:
         values, top_ids, top_values = self.ops.logprobs(logits, tokens, top)
@@ -242,7 +269,7 @@ class Runner:
         zeros = np.zeros(num_tokens, np.int64)
         shape = Shape(num_tokens, 1, 1, 0, 0, 0, False)
         buffer, offsets = pack(shape, {"input_ids": zeros, "positions": zeros})
-        batch = self._batch(self._upload(buffer), offsets, shape, (0, 0, 0))
+        batch = self._batch(upload(buffer, self.device), offsets, shape, (0, 0, 0))
         index = torch.zeros(num_seqs, dtype=torch.int64, device=self.device)
         hidden_states = self.model.forward(replace(batch, logits_rows=index), self.kv_cache)
         logits = self.model.logits(hidden_states)

@@ -10,9 +10,10 @@ import numbers
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 
-from kernels import Ops
+from kernels import Ops, upload
 
 MAX_LOGPROBS = 20
 
@@ -110,71 +111,55 @@ def completion_seed(seed: int, index: int) -> int:
     return int.from_bytes(digest[:8], "big") >> 11
 
 
-@dataclass(frozen=True)
-class SamplingRow:
-    """What the sampler knows of one row: its parameters, its seed, and the tokens before the one to choose."""
-
-    params: SamplingParams
-    seed: int
-    token_ids: list[int]  # prompt and output; the next one's index is its position
-    num_prompt_tokens: int
-    end_token_ids: frozenset[int]  # banned while fewer than min_tokens are out
-
-    def adjustments(self) -> dict[int, tuple[float, float]]:
-        """token id -> (repetition factor, amount added): what this row's penalties and biases do to its logits."""
-        p, output = self.params, self.token_ids[self.num_prompt_tokens :]
-        repeated = set(self.token_ids) if p.repetition_penalty != 1 else set()
-        counts = Counter(output) if p.presence_penalty or p.frequency_penalty else {}
-        banned = self.end_token_ids if len(output) < p.min_tokens else frozenset()
-        changes = {}
-        for token in repeated | set(counts) | set(p.logit_bias) | banned:
-            add = p.logit_bias.get(token, 0.0)
-            if token in counts:
-                add -= p.presence_penalty + p.frequency_penalty * counts[token]
-            changes[token] = (p.repetition_penalty if token in repeated else 1.0,
-                              -math.inf if token in banned else add)
-        return changes
+def adjustments(seq) -> dict[int, tuple[float, float]]:
+    """token id -> (repetition factor, amount added): what a sequence's penalties and biases do to its logits."""
+    p, output = seq.params, seq.token_ids[seq.num_prompt_tokens :]
+    repeated = set(seq.token_ids) if p.repetition_penalty != 1 else set()
+    counts = Counter(output) if p.presence_penalty or p.frequency_penalty else {}
+    banned = seq.stop_token_ids if len(output) < p.min_tokens else frozenset()
+    changes = {}
+    for token in repeated | set(counts) | set(p.logit_bias) | banned:
+        add = p.logit_bias.get(token, 0.0)
+        if token in counts:
+            add -= p.presence_penalty + p.frequency_penalty * counts[token]
+        changes[token] = (p.repetition_penalty if token in repeated else 1.0, -math.inf if token in banned else add)
+    return changes
 
 
-def adjust(logits: torch.Tensor, rows: list[SamplingRow]) -> torch.Tensor:
+def adjust(logits: torch.Tensor, seqs: list) -> torch.Tensor:
     """A copy of `logits` with penalties, biases and bans applied; `logits` itself where no row asks for any. First
     repetition (divide a positive logit, multiply a negative one), then everything that is added."""
-    entries = [(i, token, factor, add) for i, row in enumerate(rows) if row.params.adjusts_logits
-               for token, (factor, add) in row.adjustments().items() if token < logits.shape[1]]
+    entries = [(i, token, factor, add) for i, seq in enumerate(seqs) if seq.params.adjusts_logits
+               for token, (factor, add) in adjustments(seq).items() if token < logits.shape[1]]
     if not entries:
         return logits
-    columns = torch.tensor(entries, dtype=torch.float64, device=logits.device).T  # exact for ids; factors round once
+    columns = upload(np.array(entries, np.float64).T.copy(), logits.device)  # exact for ids; factors round once
     index, (factor, add) = tuple(columns[:2].long()), columns[2:].float()
     x, adjusted = logits[index], logits.clone()
     adjusted[index] = torch.where(x > 0, x / factor, x * factor) + add
     return adjusted
 
 
-def choose(logits: torch.Tensor, rows: list[SamplingRow], ops: Ops) -> torch.Tensor:
-    """The next token of each row: [num_rows, vocab_size] fp32 logits -> [num_rows] int64.
+def choose(logits: torch.Tensor, seqs: list, ops: Ops) -> torch.Tensor:
+    """The next token of each sequence: [num_seqs, vocab_size] fp32 logits -> [num_seqs] int64, without waiting for it.
 
-    Greedy rows take the exact argmax and never touch noise; the others race. A row with a NaN or without a
-    finite logit gets an id outside the vocabulary, which the engine turns into that request's error.
+    Of a sequence it reads `params`, `seed`, `token_ids` (their number is the new token's position),
+    `num_prompt_tokens` and `stop_token_ids`. Greedy rows take the exact argmax and never touch noise; the others race.
+    A row with a NaN or without a finite logit gets an id outside the vocabulary, which becomes its request's error.
     """
-    adjusted = adjust(logits, rows)
+    adjusted = adjust(logits, seqs)
     tokens = ops.argmax(adjusted)
-    racing = [i for i, row in enumerate(rows) if not row.params.is_greedy]
+    racing = [(i, seq) for i, seq in enumerate(seqs) if not seq.params.is_greedy]
     if not racing:
         return tokens
-    device, vocab_size = logits.device, logits.shape[1]
-    index = torch.tensor(racing, device=device)
-    params = [rows[i].params for i in racing]
-
-    def column(values, dtype):
-        return torch.tensor(values, dtype=dtype, device=device)
-
-    drawn = ops.sample(
-        adjusted if len(racing) == len(rows) else adjusted[index],
-        column([max(p.temperature, 1e-6) for p in params], torch.float32),
-        column([min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params], torch.int64),
-        column([round(p.top_p * (1 << 30)) for p in params], torch.int64),
-        column([math.log(p.min_p) if p.min_p > 0 else -math.inf for p in params], torch.float32),
-        column([rows[i].seed for i in racing], torch.int64),
-        column([len(rows[i].token_ids) for i in racing], torch.int32))
-    tokens[index] = torch.where(tokens[index] < vocab_size, drawn, tokens[index])  # broken rows stay broken
+    V, device = logits.shape[1], logits.device
+    whole = upload(np.array([(i, min(seq.params.top_k, V) if seq.params.top_k > 0 else V,
+                              round(seq.params.top_p * (1 << 30)), seq.seed, len(seq.token_ids))
+                             for i, seq in racing], np.int64).T.copy(), device)
+    real = upload(np.array([(max(p.temperature, 1e-6), math.log(p.min_p) if p.min_p > 0 else -math.inf)
+                            for p in (seq.params for _, seq in racing)], np.float32).T.copy(), device)
+    index, top_k, top_p, seed, position = whole
+    drawn = ops.sample(adjusted if len(racing) == len(seqs) else adjusted[index], real[0], top_k, top_p, real[1], seed,
+                       position.to(torch.int32))
+    tokens[index] = torch.where(tokens[index] < V, drawn, tokens[index])  # broken rows stay broken
     return tokens

@@ -15,7 +15,8 @@ from sampler import SamplingParams
 
 @dataclass(eq=False)
 class Sequence:
-    """One completion in the making: the prompt's tokens followed by those generated so far.
+    """One completion in the making: the prompt's tokens followed by those generated so far. A negative id stands for a
+    token that the device is choosing (kernels/embedding.py); its place is filled once the host knows it.
 
     `num_computed_tokens`: tokens whose keys are in the cache. `num_cached_tokens`: of these, how many the prefix cache
     gave at the first admission (set once). `max_new_tokens` 0 computes the prompt and stops (scoring).
@@ -47,6 +48,17 @@ class Sequence:
         return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens
 
     @property
+    def needs_its_tokens(self) -> bool:
+        """Whether its next step cannot be made before the host knows the results of this one."""
+        return self.params.adjusts_logits or self.wants_prompt_logprobs
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether no step is left to run: all tokens are made, or are under way."""
+        made = len(self.token_ids) - self.num_prompt_tokens
+        return made >= self.max_new_tokens and (made > 0 or self.num_computed_tokens == self.num_prompt_tokens)
+
+    @property
     def samples_this_step(self) -> bool:
         """Whether this step's last token is the sequence's last, so that its logits give the next one."""
         done = self.num_computed_tokens + self.num_scheduled_tokens
@@ -71,14 +83,14 @@ class Scheduler:
         """Choose this step's sequences and set their `num_scheduled_tokens`; allocate the blocks they write.
 
         Running sequences go first, then waiting ones in order, until the token budget or the blocks run out. Empty
-        only when there is no work.
+        only when there is no work left to begin.
         """
         budget = self.max_num_batched_tokens
         scheduled: list[Sequence] = []
         preemptions = self.num_preemptions
         for seq in list(self.running):
-            if not seq.block_table or budget == 0:
-                continue  # preempted by an older one in this very loop, or no budget left
+            if not seq.block_table or seq.is_computed or budget == 0:
+                continue  # preempted by an older one in this very loop, waiting for its last token, or no budget left
             if self._grant(seq, budget):
                 scheduled.append(seq)
                 budget -= seq.num_scheduled_tokens
@@ -131,12 +143,15 @@ class Scheduler:
         self.waiting.appendleft(seq)
 
     def computed(self, seq: Sequence) -> None:
-        """The step is done: advance `num_computed_tokens` and enter blocks that became full into the prefix index."""
+        """The step is done, or under way: what follows on the device comes after it. Advance `num_computed_tokens`, and
+        enter full blocks whose tokens are known into the prefix index."""
         seq.num_computed_tokens += seq.num_scheduled_tokens
         seq.num_scheduled_tokens = 0
         size = self.blocks.block_size
         for i in range(len(seq.block_uids) - 1, seq.num_computed_tokens // size):
             tokens = seq.token_ids[i * size : (i + 1) * size]
+            if tokens[-1] < 0:
+                break
             seq.block_uids.append(self.blocks.cache_block(seq.block_table[i], seq.block_uids[-1], tokens))
 
     def finish(self, seq: Sequence, reason: str) -> None:

@@ -10,6 +10,7 @@ order:` (numerics, fixed) and its `Schedule:` (what may follow the batch without
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 
@@ -43,6 +44,12 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(
         a.contiguous().view(integer), b.contiguous().view(integer))
+
+
+def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A host array as a tensor of the device, without waiting for what the device is doing."""
+    host = torch.from_numpy(array)
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
 def make_ops(device: torch.device, schedule: str = "auto") -> Ops:
@@ -79,8 +86,8 @@ def triton_ops(device: torch.device, schedule: str = "auto", table=None) -> Ops:
         return attention.paged_attention(q, *args, decode=decode, prefill=prefill, **options)
 
     return Ops(
-        "triton", lambda dtype: dtype, lambda ids, weight, dtype: embedding.embedding(ids, weight), norm.rms_norm,
-        run_linear, rotary.rotary_and_cache, activation.silu_and_mul,
+        "triton", lambda dtype: dtype, lambda ids, weight, dtype, drawn: embedding.embedding(ids, weight, drawn),
+        norm.rms_norm, run_linear, rotary.rotary_and_cache, activation.silu_and_mul,
         run_attention, logprobs.logprobs, sample.argmax, sample.sample,
         query_tile=lambda group, row_bytes: max(table.attention_for(row_bytes)[1].BLOCK_M, group) // group,
         split_decode=lambda num_seqs, heads: table.split_decode and num_seqs * heads < table.programs,

@@ -58,8 +58,10 @@ def by_lanes(function, x: torch.Tensor) -> torch.Tensor:
     return flat[: x.numel()].view(x.shape)
 
 
-def embedding(input_ids, weight, dtype):
-    return weight[input_ids.long()].to(dtype)
+def embedding(input_ids, weight, dtype, drawn):
+    ids = input_ids.long()
+    ids = torch.where(ids < 0, drawn[(-1 - ids).clamp(min=0)].clamp(max=len(weight) - 1), ids)
+    return weight[ids].to(dtype)
 
 
 def rms_norm(x, weight, eps, residual=None):

@@ -65,7 +65,7 @@ def launch_table(table: tiles.Schedules, rows: int) -> None:
                   table.linear_for(rows, 1, 4), arrived)
     norm.rms_norm(meta(rows, 4096), meta(4096), 1e-6, meta(rows, 4096))
     activation.silu_and_mul(meta(rows, 24576))
-    embedding.embedding(meta(rows, dtype=torch.int32), meta(151936, 4096))
+    embedding.embedding(meta(rows, dtype=torch.int32), meta(151936, 4096), meta(rows, dtype=torch.int64))
     ints = meta(rows, dtype=torch.int32)
     work = AttentionWork(ints, ints, meta(rows, 4, dtype=torch.int32), meta(1, ITEM_FIELDS, dtype=torch.int32),
                          meta(rows, ITEM_FIELDS, dtype=torch.int32), meta(rows, MERGE_FIELDS, dtype=torch.int32),

@@ -4,7 +4,6 @@ import contextlib
 import json
 import math
 import string
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import kernels
 from engine import LLM
-from sampler import SamplingParams, SamplingRow, adjust
+from sampler import SamplingParams, adjust
+from scheduler import Sequence
 
 SPECIAL = ["<s>", "</s>", "<pad>", "<end>"]  # ids 0 to 3; TINY's eos_token_id is 3
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{{ '<s>' if calm else '' }}"
@@ -40,13 +40,14 @@ def text_folder(tmp_path_factory) -> Path:
     return write_text_folder(tmp_path_factory.mktemp("text") / "model")
 
 
-@pytest.fixture
-def make(text_folder):
+@pytest.fixture(params=[False, True], ids=["", "ahead"])
+def make(request, text_folder):
     """Builds engines; when the test is over, none may hold a block, a sequence or a request."""
     made: list[LLM] = []
 
     def build(folder=text_folder, **options) -> LLM:
-        defaults = dict(load_format="dummy", progress=False, num_gpu_blocks_override=64, max_model_len=512)
+        defaults = dict(load_format="dummy", progress=False, num_gpu_blocks_override=64, max_model_len=512,
+                        async_scheduling=request.param)
         made.append(LLM(folder, **(defaults | options)))
         return made[-1]
 
@@ -302,13 +303,18 @@ def test_adjustments_by_hand():
     logits = torch.tensor([[4.0, -4.0, 8.0, -8.0, 2.0, 1.0, 0.0]] * 3)
     params = SamplingParams(repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25, min_tokens=4,
                             logit_bias={4: 1.5, 5: -1.0}).resolve({})
-    plain = SamplingRow(SamplingParams().resolve({}), 0, [0, 1, 2], 2, frozenset({6}))
-    row = SamplingRow(params, 0, [0, 1, 4, 2, 3, 3], 3, frozenset({6}))
+
+    def sequence(params, prompt, output):
+        seq = Sequence(prompt, params, 0, 9, frozenset({6}))
+        seq.token_ids += output
+        return seq
+
+    plain, row = sequence(SamplingParams().resolve({}), [0, 1], [2]), sequence(params, [0, 1, 4], [2, 3, 3])
     adjusted = adjust(logits, [plain, row, plain])
     assert adjusted[1].tolist() == [2.0, -8.0, 4 - 0.75, -16 - 1.0, 1 + 1.5, 0.0, -math.inf]
     assert kernels.same_bits(adjusted[::2], logits[::2]), "a neighbour's penalties are its own"
     assert logits[1].tolist() == logits[0].tolist(), "the logits themselves stay as they are, for logprobs"
-    assert adjust(logits, [replace(row, token_ids=[0, 1, 4, 2, 3, 3, 0])] * 3)[0, 6] == 0.0
+    assert adjust(logits, [sequence(params, [0, 1, 4], [2, 3, 3, 0])] * 3)[0, 6] == 0.0
 
 
 def test_penalties_and_bias_reach_the_sampler(llm):
@@ -350,15 +356,15 @@ def test_abort_at_every_stage(make, steps):
 def test_an_interrupted_generate_leaves_nothing_behind(llm, error):
     """Whatever ends a step, the next call must not find its requests, nor fewer blocks."""
     expected = words(one(llm, "hello", letters()))
-    calls, step = [], llm.runner.step
+    calls, launch = [], llm.runner.launch
 
     def failing(seqs):
         calls.append(seqs)
         if len(calls) == 3:
             raise error("out of memory")
-        return step(seqs)
+        return launch(seqs)
 
-    llm.runner.step = failing
+    llm.runner.launch = failing
     with pytest.raises(error, match="out of memory"):
         llm.generate(["hello", "you", [7] * 100], letters())
     assert_empty(llm)

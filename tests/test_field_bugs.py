@@ -26,13 +26,14 @@ GREEDY = {"temperature": 0.0}
 UNTIED = {"tie_word_embeddings": False}
 
 
-@pytest.fixture
-def make(tiny_folder):
+@pytest.fixture(params=[False, True], ids=["", "ahead"])
+def make(request, tiny_folder):
     """Builds engines; when the test is over, none may hold a block or a request."""
     made = []
 
     def build(folder=tiny_folder, **options) -> LLM:
-        defaults = dict(load_format="dummy", progress=False, num_gpu_blocks_override=64, max_model_len=1024)
+        defaults = dict(load_format="dummy", progress=False, num_gpu_blocks_override=64, max_model_len=1024,
+                        async_scheduling=request.param)
         made.append(LLM(folder, **(defaults | options)))
         return made[-1]
 
@@ -244,7 +245,7 @@ def test_71_a_prompt_of_many_chunks_without_a_cache(make):
 
 def test_72_long_prompts_do_not_starve_a_decode(make):
     """Field bug 72: while prompts of five chunks stream in, the running request gains a token at every step."""
-    llm = make(max_num_batched_tokens=64)
+    llm = make(max_num_batched_tokens=64, async_scheduling=False)
     llm.add_request(prompt(10), ask(60, **GREEDY), request_id="decode")
     llm.step()
     for i in range(8):

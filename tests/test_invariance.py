@@ -22,7 +22,8 @@ from sampler import SamplingParams
 
 LENGTHS = (1, 2, 31, 63, 64, 65, 100, 127, 129, 190, 191, 250, 256, 257, 300, 321)  # block, tile, split, chunk borders
 AXES = {"batch": (1, 16, 64, 257), "shuffled": (False, True), "chunk": (64, 256, None), "warm": (False, True),
-        "tiny": (False, True), "graph": (False, True) if HAS_GPU else (False,), "seeded": (False, True)}
+        "tiny": (False, True), "graph": (False, True) if HAS_GPU else (False,), "seeded": (False, True),
+        "ahead": (False, True)}  # asynchronous scheduling
 OUTPUT = 8
 SMOLLM2, EMBEDDED = ROOT / "models" / "SmolLM2-135M-Instruct", ROOT / "models" / "embedded"
 QWEN3_8B = TINY | {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 4,
@@ -78,9 +79,10 @@ class Served:
             self.llm.step = checked_step
         return self.llm
 
-    def run(self, batch, shuffled, chunk, warm, tiny, graph, seeded) -> list[tuple]:
+    def run(self, batch, shuffled, chunk, warm, tiny, graph, seeded, ahead=False) -> list[tuple]:
         """(token ids, logprob words) of every needle in one cell."""
         llm = self.engine(chunk, tiny, graph)
+        llm.async_scheduling = ahead
         needles = range(len(self.lengths))
         everything = prompts(llm.config.vocab_size, batch, self.lengths, self.longest_filler)
         order = list(range(len(everything)))
@@ -112,11 +114,13 @@ def yardstick(served, seeded):
 
 
 def cells():
-    """The full product, ordered so that cells which share an engine are neighbours."""
+    """The full product, ordered so that cells which share an engine are neighbours. Half of them schedule ahead: each
+    value of every other axis meets both."""
     for chunk, tiny, graph in itertools.product(AXES["chunk"], AXES["tiny"], AXES["graph"]):
         for rest in itertools.product(AXES["batch"], AXES["shuffled"], AXES["warm"], AXES["seeded"]):
             batch, shuffled, warm, seeded = rest
-            yield dict(batch=batch, shuffled=shuffled, chunk=chunk, warm=warm, tiny=tiny, graph=graph, seeded=seeded)
+            yield dict(batch=batch, shuffled=shuffled, chunk=chunk, warm=warm, tiny=tiny, graph=graph, seeded=seeded,
+                       ahead=shuffled != warm)
 
 
 def pairwise() -> list[dict]:

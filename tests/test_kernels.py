@@ -92,8 +92,9 @@ def test_silu_and_mul(ops, dtype):
 
 def test_embedding(ops, dtype):
     weight = random(ops, 11, 96, dtype=dtype)
-    ids = place(ops, torch.tensor([10, 0, 3, 3], dtype=torch.int32))
-    assert same_bits(ops.embedding(ids, weight, dtype), weight[ids.long()])
+    ids, drawn = torch.tensor([10, 0, 3, -2, -1, -3], dtype=torch.int32), torch.tensor([7, 1, 2**31 - 1])
+    expected = weight[place(ops, torch.tensor([10, 0, 3, 1, 7, 10]))]  # a broken row's token reads the last row
+    assert same_bits(ops.embedding(place(ops, ids), weight, dtype, place(ops, drawn)), expected)
 
 
 def tokens_only(positions, slots):

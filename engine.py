@@ -101,8 +101,8 @@ class LLM:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if load_format not in ("auto", "dummy"):
             raise ValueError(f"unknown load_format {load_format!r}: use 'auto' or 'dummy'")
-        inside = Path(__file__).parent if model == DEFAULT_MODEL else ""
-        self.folder = checkpoint.resolve(str(Path(inside, model)), revision)
+        name = str(Path(__file__).parent / DEFAULT_MODEL) if str(model) == DEFAULT_MODEL else str(model)
+        self.folder = checkpoint.resolve(name, revision)
         raw = checkpoint.read_json(self.folder, "config.json", required=True) | (hf_overrides or {})
         self.config = ModelConfig.from_dict(raw)
         self.device = pick_device(device)
@@ -222,6 +222,7 @@ class LLM:
 
         With `async_scheduling` the device is given a step's work before the tokens of the last are looked at, so the
         host's work costs no time; a token is then returned one call later, and the token after an end is thrown away.
+        A request with penalties or prompt logprobs, whose tokens the host must see first, makes its steps wait.
         """
         for out in self._fresh:
             out.delta = ""
@@ -266,7 +267,7 @@ class LLM:
             request, index = self._owner[id(seq)]
             seq.prompt_logprobs += result.prompt_logprobs
             if result.token_id is not None:
-                seq.token_ids[position] = result.token_id
+                self.scheduler.know(seq, position, result.token_id)
                 self._absorb(request, index, result)
             elif seq.max_new_tokens == 0 and position == seq.num_prompt_tokens:
                 self._finish(request, index, "length")
@@ -403,7 +404,7 @@ class LLM:
 
     def stream(self, prompt: str | list[int], params: SamplingParams | None = None,
                **options) -> Iterator[RequestOutput]:
-        """Complete one prompt, yielding the request after each new token (see `CompletionOutput.delta`)."""
+        """Complete one prompt, yielding the request as it gains tokens (see `CompletionOutput.delta`)."""
         request_id = self.add_request(prompt, params, **options)
         output = self.requests[request_id].output
         shown = state = [(0, 0, None)] * len(output.outputs)

@@ -97,9 +97,12 @@ class SamplingParams:
         return self.temperature == 0
 
     @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
     def adjusts_logits(self) -> bool:
-        return (self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
-                or self.min_tokens > 0 or bool(self.logit_bias))
+        return self.has_penalties or self.min_tokens > 0 or bool(self.logit_bias)
 
 
 def completion_seed(seed: int, index: int) -> int:

@@ -50,7 +50,7 @@ class Sequence:
     @property
     def needs_its_tokens(self) -> bool:
         """Whether its next step cannot be made before the host knows the results of this one."""
-        return self.params.adjusts_logits or self.wants_prompt_logprobs
+        return self.params.has_penalties or self.wants_prompt_logprobs
 
     @property
     def is_computed(self) -> bool:
@@ -143,10 +143,19 @@ class Scheduler:
         self.waiting.appendleft(seq)
 
     def computed(self, seq: Sequence) -> None:
-        """The step is done, or under way: what follows on the device comes after it. Advance `num_computed_tokens`, and
-        enter full blocks whose tokens are known into the prefix index."""
+        """The step is done, or under way: what follows on the device comes after it."""
         seq.num_computed_tokens += seq.num_scheduled_tokens
         seq.num_scheduled_tokens = 0
+        self._cache_full_blocks(seq)
+
+    def know(self, seq: Sequence, position: int, token: int) -> None:
+        """The token at `position`, until now under way, has arrived."""
+        seq.token_ids[position] = token
+        if seq.block_table:
+            self._cache_full_blocks(seq)
+
+    def _cache_full_blocks(self, seq: Sequence) -> None:
+        """Enter blocks that are full, and whose tokens are known, into the prefix index."""
         size = self.blocks.block_size
         for i in range(len(seq.block_uids) - 1, seq.num_computed_tokens // size):
             tokens = seq.token_ids[i * size : (i + 1) * size]

@@ -8,8 +8,8 @@ lie. (But where <0x..> tokens spell broken UTF-8, `decode` takes back the run's 
 import codecs
 import json
 import re
-import time
 from collections.abc import Sequence
+from datetime import datetime
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -128,7 +128,8 @@ class Tokenizer:
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
         # Jinja's own `tojson` sorts keys and escapes <, > and & for HTML.
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-        environment.globals |= {"raise_exception": raise_exception, "strftime_now": time.strftime}
+        environment.globals |= {"raise_exception": raise_exception,
+                                "strftime_now": lambda pattern: datetime.now().strftime(pattern)}
         try:
             return environment.from_string(template)
         except jinja2.TemplateSyntaxError as error:

@@ -22,7 +22,7 @@ HELD_OUT = 100  # one document in so many is held out
 
 def story(rng: random.Random) -> dict:
     """One story to be written: the instruction, the opening and the first words of the ending that the answer must
-    have (a small writer left alone neither begins at once nor ends), and the question that a chat would ask for it."""
+    have, and the question that a chat would ask for it."""
     pick = {"name": rng.choice(WORDS["names"]), "trait": rng.choice(WORDS["traits"]),
             "who": rng.choice(WORDS["animals"] if rng.random() < 0.6 else WORDS["people"]),
             "thing": rng.choice(WORDS["things"]), "adjective": rng.choice(WORDS["adjectives"]),
@@ -129,7 +129,7 @@ def clean(line: dict) -> str | None:
 def documents(work: Path) -> tuple[list[str], list[str], dict]:
     """(training documents, held-out documents, counts) from the shards, filtered and without duplicates.
 
-    A document ends with the token that ends it. A chat holds one to three questions; so does what follows a story.
+    A document ends with the token that ends it. A chat holds one to three questions, of which some ask for a story.
     """
     seen, train, held = set(), [], []
     counts = Counter()

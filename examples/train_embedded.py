@@ -9,8 +9,8 @@
     write      models/embedded in Hugging Face's format, and the loss curve under results/
     compare    bits per byte on the held-out text, beside the writer's
 
-Every stage finds what is already there and goes on from it. Several writers share the GPU, because one leaves it
-idle while it prepares a step.
+`corpus` goes on from the shards that are done, `train` from its last checkpoint. Several writers share the GPU, because
+one leaves it idle while it prepares a step.
 """
 
 import argparse
@@ -83,6 +83,7 @@ def make_tokenizer(work: Path, args: argparse.Namespace) -> None:
                                   initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
     tokenizer.train_from_iterator(train, trainer)
     tokenizer.save(str(work / "tokenizer.json"))
+    (work / "checkpoint.pt").unlink(missing_ok=True)  # of a model that spoke another tokenizer
     for name, texts in (("train", train), ("held_out", held)):
         ids = [encoding.ids for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)]
         np.save(work / f"{name}.npy", np.concatenate([np.array(i, np.uint16) for i in ids]))
@@ -183,12 +184,12 @@ def train_model(work: Path, args: argparse.Namespace) -> None:
     vectors = [p for p in model.parameters() if p.dim() == 1]
     optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0}],
                                   lr=args.lr, betas=(0.9, 0.95), fused=device.type == "cuda")
-    step, epoch, log, saved = 0, 0, [], work / "checkpoint.pt"
+    step, log, saved = 0, [], work / "checkpoint.pt"
     if saved.is_file():
         state = torch.load(saved, map_location=device, weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        step, epoch, log = state["step"], state["epoch"], state["log"]
+        step, log = state["step"], state["log"]
         print(f"going on from step {step}")
     run = torch.compile(model) if device.type == "cuda" else model
 
@@ -211,10 +212,13 @@ def train_model(work: Path, args: argparse.Namespace) -> None:
 
     start, tokens, last = time.perf_counter(), 0, None
     bar = tqdm(total=args.steps, initial=step, desc="training", disable=not sys.stderr.isatty())
+    epoch, done = 0, 0  # steps of the epochs before this one
     while step < args.steps:
         rows = rows_of(*data["train"], np.random.default_rng(epoch).permutation(len(data["train"][1])))
         per_epoch = len(rows) // args.batch
-        for at in range(step % per_epoch if step // per_epoch == epoch else 0, per_epoch):
+        if not per_epoch:
+            sys.exit(f"error: the corpus fills {len(rows)} rows, less than a batch of {args.batch}: write more shards")
+        for at in range(step - done, per_epoch):  # empty if a checkpoint is past this epoch
             if step == args.steps:
                 break
             warm = min(1.0, (step + 1) / 200)
@@ -236,9 +240,9 @@ def train_model(work: Path, args: argparse.Namespace) -> None:
                       flush=True)
             if step % 1000 == 0 or step == args.steps:
                 torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step,
-                            "epoch": epoch, "log": log}, saved.with_suffix(".part"))
+                            "log": log}, saved.with_suffix(".part"))
                 saved.with_suffix(".part").rename(saved)
-        epoch += 1
+        epoch, done = epoch + 1, done + per_epoch
     if last is not None:
         seconds = time.perf_counter() - start
         record(work, training={"steps": step, "batch_tokens": args.batch * ROW, "epochs": round(step / per_epoch, 1),

@@ -371,6 +371,40 @@ def test_an_interrupted_generate_leaves_nothing_behind(llm, error):
     assert words(one(llm, "hello", letters())) == expected
 
 
+def test_a_step_that_fails_behind_a_last_token(make):
+    """A request whose last token is under way when the next launch fails ends too; nothing waits for it."""
+    llm = make(async_scheduling=True)
+    llm.add_request("a", SamplingParams(max_tokens=1, ignore_eos=True))
+    llm.add_request("b", SamplingParams(max_tokens=9, ignore_eos=True))
+    llm.step()
+
+    def failing(seqs):
+        raise RuntimeError("out of memory")
+
+    llm.runner.launch = failing
+    with pytest.raises(RuntimeError):
+        llm.step()
+    assert not llm.has_unfinished_requests and not llm.requests
+
+
+def test_an_answer_is_a_cached_prefix_of_what_follows_it(make):
+    """Blocks that generated tokens fill are found again, even one that the answer's last computed token fills."""
+    for length, new, cached in ((10, 80, 64), (40, 25, 64), (40, 24, 0)):
+        llm = make()
+        first = llm.generate([5] * length, SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True))[0]
+        again = llm.generate([5] * length + first.outputs[0].token_ids + [7], SamplingParams(max_tokens=1))[0]
+        assert again.num_cached_tokens == cached
+
+
+@pytest.mark.parametrize("name", ["", "./no/such", "no/such/", "https://huggingface.co/a/b"])
+def test_a_mistyped_folder_is_no_hub_id(tmp_path, monkeypatch, name):
+    """It would be fetched from whoever has that id; and an empty name is not the folder at hand."""
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="no folder .* and not a hub id"):
+        LLM(name, load_format="dummy")
+
+
 def test_a_request_id_in_use_is_refused(llm):
     """The first request would be lost, its blocks with it."""
     llm.add_request([5], request_id="a")

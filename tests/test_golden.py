@@ -42,23 +42,30 @@ def speak(device: str) -> tuple[str, dict[str, list[list[int]]], str]:
     return llm.fingerprint, tokens, hashlib.sha256(words.tobytes()).hexdigest()[:16]
 
 
-def compare(device: str, tokens_too: bool) -> None:
-    record = json.loads(RECORD.read_text())
-    fingerprint, tokens, digest = speak(device)
-    if tokens_too:
-        assert tokens == record["tokens"]
-    if fingerprint not in record["bits"]:
+@pytest.fixture(scope="module")
+def spoken():
+    return speak("cpu")
+
+
+def test_tokens(spoken):
+    assert spoken[1] == json.loads(RECORD.read_text())["tokens"]
+
+
+def compare_bits(fingerprint: str, digest: str) -> None:
+    known = json.loads(RECORD.read_text())["bits"]
+    if fingerprint not in known:
         pytest.skip(f"no digest is recorded for {fingerprint}: another kind of machine, or other versions")
-    assert digest == record["bits"][fingerprint]
+    assert digest == known[fingerprint]
 
 
-def test_on_cpu():
-    compare("cpu", tokens_too=True)
+def test_bits(spoken):
+    compare_bits(spoken[0], spoken[2])
 
 
 @pytest.mark.gpu
-def test_on_gpu():
-    compare("cuda", tokens_too=False)
+def test_bits_gpu():
+    fingerprint, _, digest = speak("cuda")
+    compare_bits(fingerprint, digest)
 
 
 def main() -> None:

@@ -281,11 +281,11 @@ def write_folder(work: Path, args: argparse.Namespace) -> None:
         (folder / name).write_text(json.dumps(content, indent=1) + "\n")
     size = (folder / "model.safetensors").stat().st_size
     print(f"{folder}: {sum(t.numel() for t in tensors.values())} parameters, {size / 1e6:.1f} MB")
-    plot_losses(work)
+    plot_losses(work, ROOT / "results" if folder == ROOT / "models" / "embedded" else folder)
 
 
-def plot_losses(work: Path) -> None:
-    """results/embedded-loss.png, if matplotlib is there."""
+def plot_losses(work: Path, folder: Path) -> None:
+    """The loss curve as embedded-loss.png in `folder`, if matplotlib is there."""
     try:
         import matplotlib
     except ImportError:
@@ -300,7 +300,7 @@ def plot_losses(work: Path) -> None:
     axes.set(xlabel="step", ylabel="nats a token", title=f"models/embedded: {log[-1, 2]:.3f} nats a token held out")
     axes.legend()
     figure.tight_layout()
-    figure.savefig(ROOT / "results" / "embedded-loss.png", dpi=120)
+    figure.savefig(folder / "embedded-loss.png", dpi=120)
 
 
 # Stage 5: beside the writer.

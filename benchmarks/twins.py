@@ -1,13 +1,18 @@
-"""A batch-dependent twin of the op table: what other engines do, for tests and measurements that need the flaw.
+"""Batch-dependent twins of the op table: what other engines do, for tests and measurements that need the flaw.
 
-Split counts follow the number of rows and sequences, as engines choose them to fill a GPU. Everything else, the
-kernels included, is the same.
+`batch_dependent` is made to be caught: split counts follow the number of rows and sequences, all else is the same.
+`library` is made to be fast, and prices the promise: cuBLAS, and our attention with splits that fill the GPU.
 """
 
+import math
+from collections import defaultdict
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 
+import kernels.work as work_module
+import runner as runner_module
 from kernels import Ops
 from kernels.tiles import KV_SPLIT, KV_TILE
 
@@ -47,3 +52,50 @@ def batch_dependent(ops: Ops) -> Ops:
         return ops.paged_attention(q, k_cache, v_cache, work, scale, kv_split=split)
 
     return replace(ops, linear=linear, paged_attention=paged_attention, split_decode=lambda num_seqs, heads: False)
+
+
+WHOLE = 1 << 20  # keys a split that no sequence fills: attention then has one split, and nothing to merge
+
+
+def library(ops: Ops, programs: int | None = None):
+    """(op table, function that fits it to a Runner): products by torch (cuBLAS on a GPU), attention by our kernel with
+    as many KV splits as it takes to give the GPU `programs` programs [ops.grid]."""
+    programs = ops.grid if programs is None else programs
+    chosen = {"split": WHOLE}  # keys a split of the step being launched
+
+    def linear(x, weight, bias, leaves, out_dtype, out=None):
+        x = x.to(weight.dtype)  # on CPU the weights are fp32 whatever the model's dtype
+        if weight.is_cuda and out_dtype != weight.dtype and bias is None:  # the head: 16 bits in, fp32 out
+            options = {} if out is None else {"out": out}
+            return torch.mm(x, weight.t(), out_dtype=out_dtype, **options)
+        total = F.linear(x, weight, None if bias is None else bias.to(weight.dtype)).to(out_dtype)
+        return total if out is None else out.copy_(total)
+
+    def paged_attention(q, k_cache, v_cache, work, scale):
+        return ops.paged_attention(q, k_cache, v_cache, work, scale, kv_split=chosen["split"])
+
+    def split_for(seqs, query_tile: int, num_kv_heads: int) -> int:
+        items = sum(-(-seq.num_scheduled_tokens // query_tile) for seq in seqs) * num_kv_heads
+        longest = max(seq.num_computed_tokens + seq.num_scheduled_tokens for seq in seqs)
+        splits = programs // items  # a power of two of keys each, or every length would be compiled anew
+        return WHOLE if splits < 2 else max(KV_TILE, 1 << round(math.log2(longest / splits + 1)))
+
+    def fit(runner) -> None:
+        """Plan each step of `runner` for the split chosen for it. A CUDA graph holds the split it was captured with,
+        so there is a set of graphs for each."""
+        plan, graphs, config = runner._plan, defaultdict(dict), runner.model.config
+        tile = ops.query_tile(config.num_heads // config.num_kv_heads, config.head_dim * runner.kv_cache.itemsize)
+
+        def planned(seqs):
+            split = chosen["split"] = split_for(seqs, tile, config.num_kv_heads)
+            runner.graphs = graphs[split]
+            work_module.KV_SPLIT = runner_module.KV_SPLIT = split
+            try:
+                return plan(seqs)
+            finally:
+                work_module.KV_SPLIT = runner_module.KV_SPLIT = KV_SPLIT
+
+        runner._plan = planned
+
+    return replace(ops, linear=linear, paged_attention=paged_attention, split_decode=lambda num_seqs, heads:
+                   ops.split_decode(num_seqs, heads) and chosen["split"] < WHOLE), fit

@@ -65,9 +65,9 @@ class SamplingParams:
 
     def validate(self) -> None:
         """Raise ValueError, naming the parameter, its value and its range."""
-        ranges = {"max_tokens": (1, None), "min_tokens": (0, None), "temperature": (0, None), "top_k": (-1, None),
+        ranges = {"max_tokens": (1, None), "min_tokens": (0, None), "temperature": (0, 1e6), "top_k": (-1, None),
                   "top_p": (0, 1), "min_p": (0, 1), "seed": (-(2**63), 2**63 - 1), "n": (1, 16384),
-                  "logprobs": (0, MAX_LOGPROBS), "prompt_logprobs": (0, MAX_LOGPROBS), "repetition_penalty": (0, None),
+                  "logprobs": (0, MAX_LOGPROBS), "prompt_logprobs": (0, MAX_LOGPROBS), "repetition_penalty": (1e-6, 1e6),
                   "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2)}
         whole = {"max_tokens", "min_tokens", "top_k", "seed", "n", "logprobs", "prompt_logprobs"}
         for name, (low, high) in ranges.items():
@@ -80,8 +80,8 @@ class SamplingParams:
             if not math.isfinite(value) or value < low or (high is not None and value > high):
                 span = f"at least {low}" if high is None else f"between {low} and {high}"
                 raise ValueError(f"{name} must be {span}, got {value}")
-        if zero := [name for name in ("top_p", "repetition_penalty") if getattr(self, name) == 0]:
-            raise ValueError(f"{zero[0]} must be above 0, got 0")
+        if self.top_p == 0:
+            raise ValueError("top_p must be above 0, got 0")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens {self.min_tokens} is larger than max_tokens {self.max_tokens}")
         if not all(isinstance(s, str) and s for s in self.stop):
@@ -89,8 +89,8 @@ class SamplingParams:
         for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
             if not all(isinstance(i, numbers.Integral) and i >= 0 for i in ids):
                 raise ValueError(f"{name} must be token ids, got {ids!r}")
-        if not all(isinstance(bias, numbers.Real) and math.isfinite(bias) for bias in self.logit_bias.values()):
-            raise ValueError(f"logit_bias must be finite numbers, got {self.logit_bias!r}")
+        if not all(isinstance(bias, numbers.Real) and abs(bias) <= 1e6 for bias in self.logit_bias.values()):
+            raise ValueError(f"logit_bias must be numbers between -1e6 and 1e6, got {self.logit_bias!r}")
 
     @property
     def is_greedy(self) -> bool:

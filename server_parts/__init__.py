@@ -1,0 +1,1 @@
+"""The parts of server.py: the wire's models, the thread that steps the engine, the HTTP application, its page."""

@@ -1,0 +1,78 @@
+"""What stands before the application: the key, the size of a body, and the time a client may take to send it."""
+
+import asyncio
+import hmac
+import json
+import time
+from collections.abc import Callable
+
+from server_parts.protocol import RequestError
+
+DISCARD_FACTOR = 8  # of a body that is too large, so many limits are read and dropped, so that the client sees the 413
+
+
+class Gate:
+    """ASGI middleware in front of everything. `api_key` None lets everyone in; `body_timeout` is in seconds.
+
+    The key guards /v1/ alone: the page, /health, /metrics and the schema tell nothing of anybody's requests.
+    """
+
+    def __init__(self, app: Callable, api_key: str | None, max_body_bytes: int, body_timeout: float):
+        self.app, self.max_body_bytes, self.body_timeout = app, max_body_bytes, body_timeout
+        self.expected = None if api_key is None else b"Bearer " + api_key.encode()
+
+    async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        headers = dict(scope["headers"])
+        is_guarded = self.expected is not None and scope["path"].startswith("/v1/") and scope["method"] != "OPTIONS"
+        if is_guarded and not hmac.compare_digest(headers.get(b"authorization", b""), self.expected):
+            return await self._refuse(RequestError(401, "wrong or missing API key: send it as a bearer token",
+                                                   code="invalid_api_key"), send)
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > self.max_body_bytes:
+            await self._discard(receive, int(length))
+            return await self._refuse(self._too_large(), send)
+        await self.app(scope, self._limited(receive), send)
+
+    def _limited(self, receive: Callable) -> Callable:
+        """`receive` that counts the body's bytes and time; past its end it only waits for the client to go."""
+        size, is_whole, deadline = 0, False, time.monotonic() + self.body_timeout
+
+        async def limited() -> dict:
+            nonlocal size, is_whole
+            if is_whole:
+                return await receive()
+            try:
+                message = await asyncio.wait_for(receive(), max(0.0, deadline - time.monotonic()))
+            except asyncio.TimeoutError:
+                raise RequestError(408, f"the body did not come within {self.body_timeout:g} seconds") from None
+            size += len(message.get("body", b""))
+            is_whole = not message.get("more_body", False)
+            if size > self.max_body_bytes:
+                raise self._too_large()
+            return message
+
+        return limited
+
+    def _too_large(self) -> RequestError:
+        return RequestError(413, f"the body is larger than {self.max_body_bytes} bytes", code="body_too_large")
+
+    async def _discard(self, receive: Callable, length: int) -> None:
+        async def read() -> None:
+            while (await receive()).get("more_body", False):
+                pass
+
+        if length <= DISCARD_FACTOR * self.max_body_bytes:
+            try:
+                await asyncio.wait_for(read(), self.body_timeout)
+            except asyncio.TimeoutError:
+                pass
+
+    @staticmethod
+    async def _refuse(error: RequestError, send: Callable) -> None:
+        body = json.dumps(error.body()).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()),
+                   (b"connection", b"close")] + [(b"www-authenticate", b"Bearer")] * (error.status == 401)
+        await send({"type": "http.response.start", "status": error.status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})

@@ -67,8 +67,8 @@ class SamplingParams:
         """Raise ValueError, naming the parameter, its value and its range."""
         ranges = {"max_tokens": (1, None), "min_tokens": (0, None), "temperature": (0, 1e6), "top_k": (-1, None),
                   "top_p": (0, 1), "min_p": (0, 1), "seed": (-(2**63), 2**63 - 1), "n": (1, 16384),
-                  "logprobs": (0, MAX_LOGPROBS), "prompt_logprobs": (0, MAX_LOGPROBS), "repetition_penalty": (1e-6, 1e6),
-                  "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2)}
+                  "logprobs": (0, MAX_LOGPROBS), "prompt_logprobs": (0, MAX_LOGPROBS),
+                  "repetition_penalty": (1e-6, 1e6), "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2)}
         whole = {"max_tokens", "min_tokens", "top_k", "seed", "n", "logprobs", "prompt_logprobs"}
         for name, (low, high) in ranges.items():
             value = getattr(self, name)

@@ -365,29 +365,29 @@ class LLM:
         each = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
         if len(each) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(each)} SamplingParams: give one, or one each")
-        results: dict[int, RequestOutput] = {}
-        waiting: dict[str, int] = {}
+        results: list[RequestOutput] = []
+        waiting: set[str] = set()
         try:
-            for i, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
+            for prompt, own in zip(prompts, each, strict=True):
                 try:
-                    waiting[self.add_request(prompt, own, **options)] = i
+                    request_id = self.add_request(prompt, own, **options)
+                    results.append(self.requests[request_id].output)
+                    waiting.add(request_id)
                 except ValueError as error:
-                    results[i] = RequestOutput("", prompt if isinstance(prompt, str) else None,
-                                               [] if isinstance(prompt, str) else list(prompt), own or SamplingParams(),
-                                               finished=True, error=str(error))
+                    results.append(RequestOutput("", prompt if isinstance(prompt, str) else None,
+                                                 [] if isinstance(prompt, str) else list(prompt),
+                                                 own or SamplingParams(), finished=True, error=str(error)))
             if prompts and not waiting:
                 raise ValueError(results[0].error)
-            with tqdm(total=len(prompts), desc="prompts", disable=not progress, file=sys.stderr) as bar:
-                bar.update(len(results))
-                while waiting:
-                    for output in self.step():
-                        if output.finished and output.request_id in waiting:
-                            results[waiting.pop(output.request_id)] = output
-                            bar.update(1)
+            with tqdm(total=len(prompts), desc="prompts", disable=not progress) as bar:
+                while waiting and self.has_unfinished_requests:  # what somebody else aborts is never returned by `step`
+                    bar.update(len(prompts) - len(waiting) - bar.n)
+                    waiting -= {output.request_id for output in self.step() if output.finished}
+                bar.update(len(prompts) - bar.n)
         finally:
             for request_id in waiting:  # interrupted: leave nothing behind
                 self.abort(request_id)
-        return [results[i] for i in range(len(prompts))]
+        return results
 
     def chat(self, messages: list, params: SamplingParams | None = None, progress: bool = False,
              **template) -> list[RequestOutput]:

@@ -406,6 +406,19 @@ def test_a_mistyped_folder_is_no_hub_id(tmp_path, monkeypatch, name):
         LLM(name, load_format="dummy")
 
 
+def test_generate_outlives_an_abort_from_elsewhere(llm, monkeypatch):
+    """It would step for ever, waiting for a request that is gone."""
+    step = llm.step
+
+    def aborting():
+        llm.abort(next(iter(llm.requests)))
+        return step()
+
+    monkeypatch.setattr(llm, "step", aborting)
+    outputs = llm.generate(["a", "b"], SamplingParams(max_tokens=3, ignore_eos=True))
+    assert [o.outputs[0].finish_reason for o in outputs] == ["abort", "abort"] and all(o.finished for o in outputs)
+
+
 def test_a_request_id_in_use_is_refused(llm):
     """The first request would be lost, its blocks with it."""
     llm.add_request([5], request_id="a")

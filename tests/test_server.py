@@ -136,13 +136,16 @@ def test_stream_is_the_whole_answer_in_pieces(client):
     request = dict(prompt=[STORY, "The dog"], model="samebits", n=2, seed=5, max_tokens=12, logprobs=2, temperature=0.9)
     whole = client.completions.create(**request)
     texts, values, reasons, usage = [""] * 4, [[] for _ in range(4)], [None] * 4, None
+    seeds = [set() for _ in range(4)]
     for chunk in client.completions.create(stream=True, stream_options={"include_usage": True}, **request):
         usage = chunk.usage or usage
         for choice in chunk.choices:
             texts[choice.index] += choice.text
+            seeds[choice.index].add(choice.seed)
             values[choice.index] += choice.logprobs.token_logprobs
             reasons[choice.index] = choice.finish_reason or reasons[choice.index]
     assert texts == [choice.text for choice in whole.choices]
+    assert seeds == [{choice.seed} for choice in whole.choices] and 5 in seeds[0]
     assert values == [choice.logprobs.token_logprobs for choice in whole.choices]
     assert reasons == [choice.finish_reason for choice in whole.choices]
     assert usage.completion_tokens == whole.usage.completion_tokens

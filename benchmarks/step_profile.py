@@ -1,0 +1,66 @@
+"""A decode step with and without asynchronous scheduling, and what of it the device spends on which kernel.
+
+    python benchmarks/step_profile.py [--model qwen3-8b] [--batch 1 8 64 256]
+
+Prompts of 128 tokens, greedy; a step is the difference between generating 65 tokens and 1, over 64. Needs a GPU.
+"""
+
+import argparse
+import random
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from benchmarks.workloads import model_options
+from engine import LLM
+from sampler import SamplingParams
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="qwen3-8b")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64, 256])
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("error: no GPU here, and nothing runs ahead on a CPU", file=sys.stderr)
+        return 2
+    llm = LLM(**model_options(args.model, True)[1], progress=False)
+    rng = random.Random(2)
+    prompts = [[rng.randrange(1, llm.config.vocab_size) for _ in range(128)] for _ in range(max(args.batch))]
+
+    def run(batch: int, tokens: int) -> tuple[float, list]:
+        llm.scheduler.blocks.reset_prefix_cache()
+        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, logprobs=0)
+        begin = time.perf_counter()
+        outputs = llm.generate(prompts[:batch], params)
+        return time.perf_counter() - begin, [outputs[0].outputs[0].token_ids, outputs[0].outputs[0].logprobs]
+
+    first = None
+    for batch in args.batch:
+        run(batch, 6)  # compiles and captures
+        for ahead in (False, True):
+            llm.async_scheduling = ahead
+            one = min(run(batch, 1)[0] for _ in range(2))
+            whole, found = min((run(batch, 65) for _ in range(2)), key=lambda result: result[0])
+            first = first or found
+            if found != first:
+                print(f"error: the first prompt's bits differ at batch {batch}: no speed is worth printing")
+                return 1
+            print(f"batch {batch}, {'ahead' if ahead else 'waiting'}: {(whole - one) / 64e-3:.2f} ms a step, prefill "
+                  f"{one * 1e3:.1f} ms", flush=True)
+    for batch in (min(args.batch), max(args.batch)):
+        with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+            run(batch, 17)
+        print(f"\nbatch {batch}: a prefill and 16 steps")
+        for event in sorted(recorded.key_averages(), key=lambda event: -event.self_device_time_total)[:12]:
+            total = event.self_device_time_total
+            print(f"{total / 1e3:9.2f} ms {event.count:6d} x {total / max(1, event.count):8.1f} us  {event.key[:60]}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -77,7 +77,7 @@ class Runner:
         self.device = model.device
         self.max_blocks = -(-max_model_len // KV_TILE)
         self.use_graphs = self.device.type == "cuda" and not enforce_eager
-        sizes = {1, 2, 4, *range(8, 64, 8), *range(64, max_num_seqs, 16), max_num_seqs}
+        sizes = {1, 2, 4, 8, 16, 64, *range(128, max_num_seqs, 128), max_num_seqs}  # what fills a tile of the products
         self.graph_sizes = sorted(size for size in sizes if size <= max_num_seqs)
         # A captured decode step has a static packed input, and leaves its logits in `graph_logits`.
         self.graphs: dict[Shape, tuple[torch.Tensor, torch.cuda.CUDAGraph]] = {}
@@ -138,10 +138,12 @@ class Runner:
         seq_lens = starts + counts
         tile = self.ops.query_tile(config.num_heads // config.num_kv_heads, config.head_dim * self.kv_cache.itemsize)
         prefill = plan_prefill(offsets, counts, seq_lens, tile)
-        is_decode = counts == 1
-        split = (self.ops.split_decode(int(is_decode.sum()), config.num_kv_heads)
-                 and bool(is_decode.any()) and int((-(-seq_lens[is_decode] // KV_SPLIT)).sum()) <= MAX_PARTIALS)
-        decode, merges = plan_decode(offsets, counts, seq_lens, split)
+        # Splits are dealt out where a sequence alone would take much longer than its share of all the work.
+        splits = -(-seq_lens[counts == 1] // KV_SPLIT)
+        walkers = self.ops.decode_programs // config.num_kv_heads
+        share = max(1.0, 1.2 * splits.sum() / max(1, walkers))
+        split = bool(walkers > 0 and splits.max(initial=0) > share and splits.sum() <= MAX_PARTIALS)
+        decode, merges = plan_decode(offsets, counts, seq_lens, walkers if split else 0)
         grid = (len(prefill), len(decode), len(merges))
         shape = Shape(len(positions), len(seqs), width, len(prefill), len(decode), len(merges), split)
         return shape, {"input_ids": np.concatenate(ids), "positions": positions, "slot_mapping": slots,
@@ -156,7 +158,7 @@ class Runner:
             view["positions"], view["slot_mapping"], view["block_tables"].view(shape.num_seqs, shape.width),
             view["prefill_items"].view(-1, ITEM_FIELDS), view["decode_items"].view(-1, ITEM_FIELDS),
             view["merges"].view(-1, MERGE_FIELDS), view["counts"], *grid, split_decode=shape.split_decode,
-            max_partials=shape.decode_items if shape.split_decode else 0)
+            max_partials=MAX_PARTIALS if shape.split_decode else 0)
         return Batch(view["input_ids"], work, self.drawn)
 
     def _graph_size(self, seqs: list[Sequence]) -> int | None:
@@ -184,7 +186,7 @@ class Runner:
                  offsets: dict[str, int]) -> tuple[torch.Tensor, torch.cuda.CUDAGraph]:
         inputs = upload(buffer, self.device)
         kv_heads = self.model.config.num_kv_heads
-        walkers = max(1, self.ops.grid // kv_heads) if shape.split_decode else shape.num_seqs
+        walkers = self.ops.decode_programs // kv_heads if shape.split_decode else shape.num_seqs
         batch = self._batch(inputs, offsets, shape, (0, walkers, shape.merges))
 
         def run() -> None:

@@ -51,7 +51,7 @@ def batch_dependent(ops: Ops) -> Ops:
         work = replace(work, prefill_items=items[0], decode_items=items[1], host_plans={})
         return ops.paged_attention(q, k_cache, v_cache, work, scale, kv_split=split)
 
-    return replace(ops, linear=linear, paged_attention=paged_attention, split_decode=lambda num_seqs, heads: False)
+    return replace(ops, linear=linear, paged_attention=paged_attention, decode_programs=0)
 
 
 WHOLE = 1 << 20  # keys a split that no sequence fills: attention then has one split, and nothing to merge
@@ -59,8 +59,8 @@ WHOLE = 1 << 20  # keys a split that no sequence fills: attention then has one s
 
 def library(ops: Ops, programs: int | None = None):
     """(op table, function that fits it to a Runner): products by torch (cuBLAS on a GPU), attention by our kernel with
-    as many KV splits as it takes to give the GPU `programs` programs [ops.grid]."""
-    programs = ops.grid if programs is None else programs
+    as many KV splits as it takes to give the GPU `programs` programs [ops.decode_programs]."""
+    programs = ops.decode_programs if programs is None else programs
     chosen = {"split": WHOLE}  # keys a split of the step being launched
 
     def linear(x, weight, bias, leaves, out_dtype, out=None):
@@ -97,5 +97,4 @@ def library(ops: Ops, programs: int | None = None):
 
         runner._plan = planned
 
-    return replace(ops, linear=linear, paged_attention=paged_attention, split_decode=lambda num_seqs, heads:
-                   ops.split_decode(num_seqs, heads) and chosen["split"] < WHOLE), fit
+    return replace(ops, linear=linear, paged_attention=paged_attention), fit

@@ -19,8 +19,8 @@ class Ops:
     """The operations a model and a sampler are written in; see the launchers in this folder for shapes.
 
     `query_tile(group, row_bytes)`: query tokens a prefill work item holds, by heads a KV head and bytes a head.
-    `split_decode(num_seqs, num_kv_heads)`: whether each KV split of a decode row gets a program of its own. `grid`:
-    programs of a fixed-size launch. All are schedule.
+    `decode_programs`: programs of decode attention that run at once; 0 never shares a sequence among programs. Both are
+    schedule.
     """
 
     name: str
@@ -35,8 +35,7 @@ class Ops:
     argmax: Callable
     sample: Callable
     query_tile: Callable[[int, int], int]
-    split_decode: Callable[[int, int], bool]
-    grid: int
+    decode_programs: int
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -65,7 +64,7 @@ def reference_ops() -> Ops:
     return Ops("reference", lambda dtype: torch.float32, ref.embedding, ref.rms_norm, ref.linear, ref.rotary_and_cache,
                ref.silu_and_mul, ref.paged_attention, ref.logprobs, ref.argmax, ref.sample,
                query_tile=lambda group, row_bytes: max(16, group) // group,
-               split_decode=lambda num_seqs, heads: False, grid=0)
+               decode_programs=0)
 
 
 def triton_ops(device: torch.device, schedule: str = "auto", table=None) -> Ops:
@@ -78,17 +77,17 @@ def triton_ops(device: torch.device, schedule: str = "auto", table=None) -> Ops:
     arrived = torch.zeros(16384, dtype=torch.int32, device=device)  # arrival counters of split sums
 
     def run_linear(x, weight, bias, leaves, out_dtype, out=None):
-        chosen = table.linear_for(x.shape[0], leaves, x.element_size())
+        chosen = table.linear_for(x.shape[0], weight.shape[0], leaves, x.element_size())
         return linear.linear(x, weight, bias, leaves, out_dtype, chosen, arrived, out)
 
-    def run_attention(q, *args, **options):
+    def run_attention(q, k_cache, v_cache, work, scale, **options):
         decode, prefill = table.attention_for(q.shape[2] * q.element_size())
-        return attention.paged_attention(q, *args, decode=decode, prefill=prefill, **options)
+        many = work.decode_grid * k_cache.shape[1] > table.decode_programs
+        return attention.paged_attention(q, k_cache, v_cache, work, scale, decode[many], prefill, **options)
 
     return Ops(
         "triton", lambda dtype: dtype, lambda ids, weight, dtype, drawn: embedding.embedding(ids, weight, drawn),
         norm.rms_norm, run_linear, rotary.rotary_and_cache, activation.silu_and_mul,
         run_attention, logprobs.logprobs, sample.argmax, sample.sample,
         query_tile=lambda group, row_bytes: max(table.attention_for(row_bytes)[1].BLOCK_M, group) // group,
-        split_decode=lambda num_seqs, heads: table.split_decode and num_seqs * heads < table.programs,
-        grid=table.programs)
+        decode_programs=table.decode_programs)

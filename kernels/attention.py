@@ -1,13 +1,14 @@
 """Paged attention: one numerics for prefill, chunk and decode.
 
-A work item (kernels/work.py) is a run of query tokens of one sequence and the KV splits it must see. A program either
-walks all splits of its item, or, when decode rows alone would leave the GPU idle, each split is an item of its own and
+A work item (kernels/work.py) is a run of query tokens of one sequence and the KV splits it must see. A program walks
+all of them, or, when decode rows alone would leave the GPU idle, a sequence's splits are dealt out to several items and
 `merge_kernel` joins the partial results. Both ways add the same splits in the same order through the same `merge`.
 """
 
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.tiles import KV_SPLIT, KV_TILE, AttentionSchedule
 
@@ -23,27 +24,55 @@ def merge(m_total, l_total, acc_total, m, l, acc):
 
 
 @triton.jit
-def attend_tile(q, k, v, mask, scale_log2e, m, l, acc, ones, MASKED: tl.constexpr, PRECISION: tl.constexpr):
-    """One step of the online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) over a tile of KV_TILE keys."""
-    scores = tl.dot(q, k.T, input_precision=PRECISION) * scale_log2e  # [BLOCK_M, KV_TILE]
+def end_split(m, l, acc, m_total, l_total, acc_total, partial_ml_ptr, partial_acc_ptr, row, mask_m,
+              PARTIAL: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Hand over a finished split: to the running total, or through memory to `merge_kernel`."""
+    l = tl.max(l, 1)  # 16 equal columns
+    if PARTIAL:
+        tl.store(partial_ml_ptr + row * 2, m, mask=mask_m)
+        tl.store(partial_ml_ptr + row * 2 + 1, l, mask=mask_m)
+        tl.store(partial_acc_ptr + row[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :], acc, mask=mask_m[:, None])
+    else:
+        m_total, l_total, acc_total = merge(m_total, l_total, acc_total, m, l, acc)
+    return m_total, l_total, acc_total
+
+
+@triton.jit
+def attend_tile(q, k, v, mask, scale_log2e, ones, m, l, acc, m_total, l_total, acc_total, partial_ml_ptr,
+                partial_acc_ptr, row, mask_m, fresh, MASKED: tl.constexpr, PARTIAL: tl.constexpr,
+                HEAD_DIM: tl.constexpr, PRECISION: tl.constexpr):
+    """One step of the online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) over a tile of KV_TILE keys.
+
+    `fresh`: the tile begins a split, and the split before is handed over. That happens only after q k^T: then the last
+    tile's p v runs beside it on the tensor cores, and the loop over tiles never drains at the end of a split.
+    """
+    scores = tl.dot(q, k.T, input_precision=PRECISION)  # [BLOCK_M, KV_TILE]
     if MASKED:
         scores = tl.where(mask, scores, float("-inf"))
-    m_new = tl.maximum(m, tl.max(scores, 1))
+    m_old = tl.where(fresh, float("-inf"), m)
+    m_new = tl.maximum(m_old, tl.max(scores, 1) * scale_log2e)
     m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p = tl.exp2(scores - m_safe[:, None]).to(v.dtype)
-    alpha = tl.exp2(m - m_safe)
+    p = tl.exp2(tl.fma(scores, scale_log2e, -m_safe[:, None])).to(v.dtype)
+    alpha = tl.exp2(m_old - m_safe)[:, None]
+    if fresh:
+        # Nothing but m for any finite score; but the compiler may not move what waits for p v ahead of q k^T.
+        m_ended = tl.where(m_safe == float("inf"), m_safe, m)
+        m_total, l_total, acc_total = end_split(m_ended, l, acc, m_total, l_total, acc_total, partial_ml_ptr,
+                                                partial_acc_ptr, row, mask_m, PARTIAL, HEAD_DIM)
+        l = tl.zeros_like(l)
+        acc = tl.zeros_like(acc)
     # The row sum is a dot with ones: `tl.sum` would follow the layout, and so the schedule (design law 2).
-    l = l * alpha + tl.max(tl.dot(p, ones, input_precision=PRECISION), 1)
-    acc = tl.dot(p, v, acc * alpha[:, None], input_precision=PRECISION)
-    return m_new, l, acc
+    l = tl.dot(p, ones, l * alpha, input_precision=PRECISION)
+    acc = tl.dot(p, v, acc * alpha, input_precision=PRECISION)
+    return m_new, l, acc, m_total, l_total, acc_total
 
 
 @triton.jit(do_not_specialize=["stride_table"])
-def paged_attention_kernel(q_ptr, k_cache_ptr, v_cache_ptr, block_tables_ptr, positions_ptr, items_ptr, counts_ptr,
-                           out_ptr, partial_ml_ptr, partial_acc_ptr, stride_table, scale_log2e, COUNT: tl.constexpr,
-                           NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-                           TILE: tl.constexpr, SPLIT: tl.constexpr, PARTIAL: tl.constexpr, BLOCK_M: tl.constexpr,
-                           SKIP_MASK: tl.constexpr, PRECISION: tl.constexpr):
+def paged_attention_kernel(q_ptr, k_cache_ptr, v_cache_ptr, k_pages, v_pages, block_tables_ptr, positions_ptr,
+                           items_ptr, counts_ptr, out_ptr, partial_ml_ptr, partial_acc_ptr, stride_table, scale_log2e,
+                           COUNT: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+                           HEAD_DIM: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, PARTIAL: tl.constexpr,
+                           BLOCK_M: tl.constexpr, SKIP_MASK: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr):
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     num_items = tl.load(counts_ptr + COUNT)
     rows = tl.arange(0, BLOCK_M)
@@ -56,55 +85,60 @@ def paged_attention_kernel(q_ptr, k_cache_ptr, v_cache_ptr, block_tables_ptr, po
         seq = tl.load(item_ptr).to(tl.int64)
         first_token = tl.load(item_ptr + 1)
         num_query = tl.load(item_ptr + 2)
-        first_split = tl.load(item_ptr + 3)
+        start = tl.load(item_ptr + 3) * SPLIT
         last_split = tl.load(item_ptr + 4)
+        first_row = tl.load(item_ptr + 5).to(tl.int64)  # of partial results, one a split
         first_pos = tl.load(positions_ptr + first_token)
         # Row r is token r // GROUP, head r % GROUP: the heads of a group share each tile of keys.
         mask_m = rows < num_query * GROUP
         token = first_token.to(tl.int64) + rows // GROUP
         head = kv_head * GROUP + rows % GROUP
         row_offs = (token * NUM_HEADS + head)[:, None] * HEAD_DIM + offs_d[None, :]
-        q = tl.load(q_ptr + row_offs, mask=mask_m[:, None], other=0.0)
         pos = first_pos + rows // GROUP
         num_keys = first_pos + num_query  # keys that the last query of the item may see
+        end = min(last_split * SPLIT, num_keys)
+        # Tiles that every query of the item sees whole need no mask. With `enable_fp_fusion=False` leaving it out
+        # changes no bit (design, section 2).
+        full_end = start
+        if SKIP_MASK:
+            full_end = max(start, min(end, first_pos + 1) // TILE * TILE)
         table_ptr = block_tables_ptr + seq * stride_table
+        q = tl.load(q_ptr + row_offs, mask=mask_m[:, None], other=0.0)
 
+        m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        l = tl.zeros((BLOCK_M, 16), tl.float32)
+        acc = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
         m_total = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         l_total = tl.zeros((BLOCK_M,), tl.float32)
         acc_total = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
-        for split in range(first_split, last_split):
-            m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-            l = tl.zeros((BLOCK_M,), tl.float32)
-            acc = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
-            start = split * SPLIT
-            end = min(start + SPLIT, num_keys)
-            # Tiles that every query of the item sees whole need no mask. With `enable_fp_fusion=False` leaving it
-            # out changes no bit (design, section 2).
-            full_end = start
-            if SKIP_MASK:
-                full_end = max(start, min(end, first_pos + 1) // TILE * TILE)
-            for n in range(start, full_end, TILE):
-                page = (tl.load(table_ptr + n // TILE).to(tl.int64) * NUM_KV_HEADS + kv_head) * TILE
+        for n in range(start, full_end, TILE):
+            page = (tl.load(table_ptr + n // TILE).to(tl.int64) * NUM_KV_HEADS + kv_head) * TILE
+            if TMA:
+                k = k_pages.load([page.to(tl.int32), 0])
+                v = v_pages.load([page.to(tl.int32), 0])
+            else:
                 offs = (page + offs_n[:, None]) * HEAD_DIM + offs_d[None, :]
                 k = tl.load(k_cache_ptr + offs)
                 v = tl.load(v_cache_ptr + offs)
-                m, l, acc = attend_tile(q, k, v, None, scale_log2e, m, l, acc, ones, False, PRECISION)
-            for n in range(full_end, end, TILE):
-                page = (tl.load(table_ptr + n // TILE).to(tl.int64) * NUM_KV_HEADS + kv_head) * TILE
-                offs = (page + offs_n[:, None]) * HEAD_DIM + offs_d[None, :]
-                # Slots past num_keys were never written for this sequence: 0 x NaN must not reach the sum.
-                written = (n + offs_n < num_keys)[:, None]
-                k = tl.load(k_cache_ptr + offs, mask=written, other=0.0)
-                v = tl.load(v_cache_ptr + offs, mask=written, other=0.0)
-                mask = (n + offs_n)[None, :] <= pos[:, None]
-                m, l, acc = attend_tile(q, k, v, mask, scale_log2e, m, l, acc, ones, True, PRECISION)
-            if PARTIAL:  # the item is this one split
-                row = (tl.load(item_ptr + 5).to(tl.int64) * NUM_KV_HEADS + kv_head) * GROUP + rows
-                tl.store(partial_ml_ptr + row * 2, m, mask=mask_m)
-                tl.store(partial_ml_ptr + row * 2 + 1, l, mask=mask_m)
-                tl.store(partial_acc_ptr + row[:, None] * HEAD_DIM + offs_d[None, :], acc, mask=mask_m[:, None])
-            else:
-                m_total, l_total, acc_total = merge(m_total, l_total, acc_total, m, l, acc)
+            row = ((first_row + (n - start) // SPLIT - 1) * NUM_KV_HEADS + kv_head) * GROUP + rows
+            m, l, acc, m_total, l_total, acc_total = attend_tile(
+                q, k, v, None, scale_log2e, ones, m, l, acc, m_total, l_total, acc_total, partial_ml_ptr,
+                partial_acc_ptr, row, mask_m, (n % SPLIT == 0) & (n > start), False, PARTIAL, HEAD_DIM, PRECISION)
+        for n in range(full_end, end, TILE):
+            page = (tl.load(table_ptr + n // TILE).to(tl.int64) * NUM_KV_HEADS + kv_head) * TILE
+            offs = (page + offs_n[:, None]) * HEAD_DIM + offs_d[None, :]
+            # Slots past num_keys were never written for this sequence: 0 x NaN must not reach the sum.
+            written = (n + offs_n < num_keys)[:, None]
+            k = tl.load(k_cache_ptr + offs, mask=written, other=0.0)
+            v = tl.load(v_cache_ptr + offs, mask=written, other=0.0)
+            row = ((first_row + (n - start) // SPLIT - 1) * NUM_KV_HEADS + kv_head) * GROUP + rows
+            m, l, acc, m_total, l_total, acc_total = attend_tile(
+                q, k, v, (n + offs_n)[None, :] <= pos[:, None], scale_log2e, ones, m, l, acc, m_total, l_total,
+                acc_total, partial_ml_ptr, partial_acc_ptr, row, mask_m, (n % SPLIT == 0) & (n > start), True, PARTIAL,
+                HEAD_DIM, PRECISION)
+        row = ((first_row + (end - 1 - start) // SPLIT) * NUM_KV_HEADS + kv_head) * GROUP + rows
+        m_total, l_total, acc_total = end_split(m, l, acc, m_total, l_total, acc_total, partial_ml_ptr,
+                                                partial_acc_ptr, row, mask_m, PARTIAL, HEAD_DIM)
         if not PARTIAL:
             out = acc_total / l_total[:, None]
             tl.store(out_ptr + row_offs, out.to(out_ptr.dtype.element_ty), mask=mask_m[:, None])
@@ -158,10 +192,12 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
                 (work.decode_items, 1, work.decode_grid, decode, work.split_decode))
     for items, count, grid, schedule, partial in launches:
         if grid:
+            pages = [TensorDescriptor.from_tensor(c.view(-1, head_dim), [KV_TILE, head_dim]) if schedule.tma else c
+                     for c in (k_cache, v_cache)]
             paged_attention_kernel[(grid * num_kv_heads,)](
-                q, k_cache, v_cache, work.block_tables, work.positions, items, work.counts, out, ml, acc,
+                q, k_cache, v_cache, *pages, work.block_tables, work.positions, items, work.counts, out, ml, acc,
                 work.block_tables.stride(0), scale_log2e, count, num_heads, num_kv_heads, head_dim, KV_TILE, kv_split,
-                partial, max(schedule.BLOCK_M, triton.next_power_of_2(group)), schedule.skip_mask, "ieee",
+                partial, max(schedule.BLOCK_M, triton.next_power_of_2(group)), schedule.skip_mask, schedule.tma, "ieee",
                 num_warps=schedule.num_warps, num_stages=schedule.num_stages, enable_fp_fusion=False)
     if work.split_decode:
         merge_kernel[(work.merge_grid * num_heads,)](work.merges, work.counts, out, ml, acc, 2, num_heads, head_dim, 4,

@@ -9,6 +9,24 @@ from kernels.tiles import LinearSchedule, leaf_length
 
 
 @triton.jit
+def add_partial(acc, offs, mask, partial_ptr, arrived_ptr, leaf, size, LEAVES: tl.constexpr):
+    """Leave one leaf's sum in memory and count it; the last program to arrive gets (sum in leaf order, True).
+
+    The order of arrival, an integer count, decides who adds, never how.
+    """
+    tl.store(partial_ptr + leaf.to(tl.int64) * size + offs, acc, mask=mask)
+    tl.debug_barrier()
+    last = tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == LEAVES - 1
+    if last:
+        tl.store(arrived_ptr, 0)
+        acc = tl.load(partial_ptr + offs, mask=mask, other=0.0, cache_modifier=".cg")
+        for i in tl.static_range(1, LEAVES):
+            acc = acc + tl.load(partial_ptr + tl.cast(i, tl.int64) * size + offs, mask=mask, other=0.0,
+                                cache_modifier=".cg")
+    return acc, last
+
+
+@triton.jit
 def leaf_sum(x_ptrs, w_ptrs, mask_m, mask_n, k_start, K: tl.constexpr, LEAF: tl.constexpr, EVEN_N: tl.constexpr,
              EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
              PRECISION: tl.constexpr):
@@ -49,22 +67,15 @@ def linear_kernel(x_ptr, w_ptr, bias_ptr, out_ptr, partial_ptr, arrived_ptr, M, 
     w_ptrs = w_ptr + offs_n[:, None].to(tl.int64) * K + offs_k[None, :]  # [BLOCK_N, BLOCK_K]
     offs_out = offs_m[:, None].to(tl.int64) * N + offs_n[None, :]
     mask_out = mask_m & (offs_n[None, :] < N)
+    leaf = tl.program_id(1)  # 0 unless SPLIT, which gives each leaf a program of its own
 
     if SPLIT:
-        # One leaf a program. Partials meet in memory; the last program to arrive adds them in leaf order, so the
-        # arrival order (an integer count) decides who adds, never how.
-        leaf = tl.program_id(1)
         acc = leaf_sum(x_ptrs, w_ptrs, mask_m, mask_n, leaf * LEAF, K, LEAF, EVEN_N, EVEN_K, BLOCK_M, BLOCK_N,
                        BLOCK_K, PRECISION)
-        tl.store(partial_ptr + leaf.to(tl.int64) * M * N + offs_out, acc, mask=mask_out)
-        tl.debug_barrier()
-        if tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") != LEAVES - 1:
+        acc, last = add_partial(acc, offs_out, mask_out, partial_ptr, arrived_ptr + tile, leaf,
+                                tl.cast(M, tl.int64) * N, LEAVES)
+        if not last:
             return
-        tl.store(arrived_ptr + tile, 0)
-        acc = tl.load(partial_ptr + offs_out, mask=mask_out, other=0.0, cache_modifier=".cg")
-        for i in tl.static_range(1, LEAVES):
-            acc = acc + tl.load(partial_ptr + tl.cast(i, tl.int64) * M * N + offs_out, mask=mask_out, other=0.0,
-                                cache_modifier=".cg")
     else:
         acc = leaf_sum(x_ptrs, w_ptrs, mask_m, mask_n, 0, K, LEAF, EVEN_N, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K,
                        PRECISION)
@@ -86,24 +97,40 @@ def leaf_sum_tma(x_desc, w_desc, m, n, k_start, LEAF: tl.constexpr, BLOCK_M: tl.
 
 
 @triton.jit(do_not_specialize=["M"])
-def linear_tma_kernel(x_desc, w_desc, bias_ptr, out_desc, M, N: tl.constexpr, LEAVES: tl.constexpr, LEAF: tl.constexpr,
-                      HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+def linear_tma_kernel(x_desc, w_desc, bias_ptr, out, partial_ptr, arrived_ptr, M, N: tl.constexpr,
+                      LEAVES: tl.constexpr, LEAF: tl.constexpr, SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr,
+                      OUT_TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
                       GROUP_M: tl.constexpr):
-    # Persistent: a program a multiprocessor walks tiles. The copy engine fetches and clips; no masks, no pointers.
+    # Persistent: a program a multiprocessor walks tiles, or leaves of tiles. The copy engine fetches and clips.
+    PARTS: tl.constexpr = LEAVES if SPLIT else 1
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=LEAVES == 1):
+    for part in tl.range(tl.program_id(0), tiles_m * tiles_n * PARTS, tl.num_programs(0), flatten=LEAVES == 1):
+        tile = part // PARTS
+        leaf = part % PARTS
         first_m = tile // (GROUP_M * tiles_n) * GROUP_M
         group_m = min(tiles_m - first_m, GROUP_M)
         m = (first_m + tile % (GROUP_M * tiles_n) % group_m) * BLOCK_M
         n = tile % (GROUP_M * tiles_n) // group_m * BLOCK_N
-        acc = leaf_sum_tma(x_desc, w_desc, m, n, 0, LEAF, BLOCK_M, BLOCK_N, BLOCK_K)
-        for i in tl.static_range(1, LEAVES):
-            acc = acc + leaf_sum_tma(x_desc, w_desc, m, n, i * LEAF, LEAF, BLOCK_M, BLOCK_N, BLOCK_K)
-        if HAS_BIAS:
-            offs_n = n + tl.arange(0, BLOCK_N)
-            acc = acc + tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
-        out_desc.store([m, n], acc.to(out_desc.dtype))
+        offs_m = m + tl.arange(0, BLOCK_M)
+        offs_n = n + tl.arange(0, BLOCK_N)
+        offs_out = offs_m[:, None].to(tl.int64) * N + offs_n[None, :]
+        mask_out = (offs_m[:, None] < M) & (offs_n[None, :] < N)
+        acc = leaf_sum_tma(x_desc, w_desc, m, n, leaf * LEAF, LEAF, BLOCK_M, BLOCK_N, BLOCK_K)
+        last = True
+        if SPLIT:
+            acc, last = add_partial(acc, offs_out, mask_out, partial_ptr, arrived_ptr + tile, leaf,
+                                    tl.cast(M, tl.int64) * N, LEAVES)
+        else:
+            for i in tl.static_range(1, LEAVES):
+                acc = acc + leaf_sum_tma(x_desc, w_desc, m, n, i * LEAF, LEAF, BLOCK_M, BLOCK_N, BLOCK_K)
+        if last:
+            if HAS_BIAS:
+                acc = acc + tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
+            if OUT_TMA:
+                out.store([m, n], acc.to(out.dtype))
+            else:
+                tl.store(out + offs_out, acc.to(out.dtype.element_ty), mask=mask_out)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, leaves: int, out_dtype: torch.dtype,
@@ -130,19 +157,23 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, lea
     assert out.shape == (M, N) and out.dtype == out_dtype and out.is_contiguous()
     tiles = triton.cdiv(M, schedule.BLOCK_M) * triton.cdiv(N, schedule.BLOCK_N)
     length = leaf_length(K, leaves)
-    if schedule.tma and out_dtype == x.dtype and length % schedule.BLOCK_K == 0 and length * leaves == K:
-        x_desc, w_desc, out_desc = (TensorDescriptor.from_tensor(t, block) for t, block in (
-            (x, [schedule.BLOCK_M, schedule.BLOCK_K]), (weight, [schedule.BLOCK_N, schedule.BLOCK_K]),
-            (out, [schedule.BLOCK_M, schedule.BLOCK_N])))
-        linear_tma_kernel[(min(tiles, schedule.programs),)](
-            x_desc, w_desc, weight if bias is None else bias, out_desc, M, N, leaves, length, bias is not None,
-            schedule.BLOCK_M, schedule.BLOCK_N, schedule.BLOCK_K, schedule.GROUP_M, num_warps=schedule.num_warps,
-            num_stages=schedule.num_stages, enable_fp_fusion=False)
-        return out
-    split = schedule.split and leaves > 1 and tiles <= arrived.numel()
+    tma = schedule.tma and length % schedule.BLOCK_K == 0 and length * leaves == K
+    # Persistent programs share the leaves of a tile only where all of them run at once.
+    split = schedule.split and leaves > 1 and tiles * leaves <= (schedule.programs if tma else arrived.numel())
     partial = torch.empty((leaves, M, N), dtype=torch.float32, device=x.device) if split else out
-    linear_kernel[(tiles, leaves if split else 1)](
-        x, weight, weight if bias is None else bias, out, partial, arrived, M, N, K, leaves, length, split,
-        bias is not None, schedule.BLOCK_M, schedule.BLOCK_N, schedule.BLOCK_K, schedule.GROUP_M, "ieee",
-        num_warps=schedule.num_warps, num_stages=schedule.num_stages, enable_fp_fusion=False)
+    bias_ptr = weight if bias is None else bias
+    BLOCK_M, BLOCK_N, BLOCK_K = shape = (schedule.BLOCK_M, schedule.BLOCK_N, schedule.BLOCK_K)
+    options = {"num_warps": schedule.num_warps, "num_stages": schedule.num_stages, "enable_fp_fusion": False}
+    if tma:
+        x_desc = TensorDescriptor.from_tensor(x, [BLOCK_M, BLOCK_K])
+        w_desc = TensorDescriptor.from_tensor(weight, [BLOCK_N, BLOCK_K])
+        out_tma = out_dtype == x.dtype and N * out.element_size() % 16 == 0
+        target = TensorDescriptor.from_tensor(out, [BLOCK_M, BLOCK_N]) if out_tma else out
+        linear_tma_kernel[(min(tiles * (leaves if split else 1), schedule.programs),)](
+            x_desc, w_desc, bias_ptr, target, partial, arrived, M, N, leaves, length, split, bias is not None, out_tma,
+            *shape, schedule.GROUP_M, **options)
+    else:
+        linear_kernel[(tiles, leaves if split else 1)](
+            x, weight, bias_ptr, out, partial, arrived, M, N, K, leaves, length, split, bias is not None, *shape,
+            schedule.GROUP_M, "ieee", **options)
     return out

@@ -8,23 +8,35 @@ from kernels.logprobs import mass
 from kernels.tiles import LOGPROB_SCALE_BITS
 
 NO_ID = tl.constexpr(2147483647)
+HIGHEST = tl.constexpr(9223372036854775807)  # above every rank
 
 
 @triton.jit
-def argmax_kernel(logits_ptr, out_ptr, V, BLOCK: tl.constexpr):
+def rank(x, ids, V):
+    """(logit, id) as one int64: the larger logit ranks higher, of equals (-0 equals +0) the lower id."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # integers that compare as the floats do
+    return bits.to(tl.int64) * V + (V - 1 - ids)
+
+
+@triton.jit
+def peak_kernel(logits_ptr, peaks_ptr, V, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits_ptr + row * V + ids, mask=ids < V, other=float("-inf"))
+    ranks = tl.where(x != x, HIGHEST, rank(x, ids, V))  # a NaN beats everything
+    tl.store(peaks_ptr + row * tl.num_programs(1) + tl.program_id(1), tl.max(ranks, 0))
+
+
+@triton.jit
+def peak_id_kernel(peaks_ptr, out_ptr, V, PEAKS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
-    best = tl.full((BLOCK,), float("-inf"), tl.float32)
-    best_id = tl.full((BLOCK,), NO_ID, tl.int32)
-    broken = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, V, BLOCK):
-        x = tl.load(logits_ptr + row * V + start + offs, mask=start + offs < V, other=float("-inf"))
-        take = x > best
-        best = tl.where(take, x, best)
-        best_id = tl.where(take, start + offs, best_id)
-        broken |= (x != x).to(tl.int32)
-    first = tl.min(tl.where(best == tl.max(best, 0), best_id, NO_ID), 0)
-    tl.store(out_ptr + row, tl.where(tl.max(broken, 0) > 0, NO_ID, first).to(tl.int64))
+    peak = tl.max(tl.load(peaks_ptr + row * PEAKS + offs, mask=offs < PEAKS, other=-HIGHEST), 0)
+    place = peak % V  # of a negative rank C's remainder is negative, too
+    token = V - 1 - tl.where(place < 0, place + V, place)
+    empty = peak <= rank(tl.full((), float("-inf"), tl.float32), 0, V)
+    tl.store(out_ptr + row, tl.where(empty | (peak == HIGHEST), NO_ID, token))
 
 
 def argmax(logits: torch.Tensor) -> torch.Tensor:
@@ -34,22 +46,17 @@ def argmax(logits: torch.Tensor) -> torch.Tensor:
     returns [num_rows] int64; 2^31 - 1 for a row that holds a NaN or no finite logit
 
     Reduction order: none; comparisons are exact.
-    Schedule: block and warps.
+    Schedule: block, warps, and how many programs share a row.
     """
     M, V = logits.shape
     assert logits.is_contiguous() and logits.dtype == torch.float32
+    BLOCK = min(8192, triton.next_power_of_2(V))
+    blocks = triton.cdiv(V, BLOCK)
+    peaks = torch.empty((M, blocks), dtype=torch.int64, device=logits.device)
+    peak_kernel[(M, blocks)](logits, peaks, V, BLOCK, num_warps=8, enable_fp_fusion=False)
     out = torch.empty(M, dtype=torch.int64, device=logits.device)
-    BLOCK = min(4096, triton.next_power_of_2(V))
-    argmax_kernel[(M,)](logits, out, V, BLOCK, num_warps=8, enable_fp_fusion=False)
+    peak_id_kernel[(M,)](peaks, out, V, blocks, triton.next_power_of_2(blocks), num_warps=1, enable_fp_fusion=False)
     return out
-
-
-@triton.jit
-def rank(x, ids, V):
-    """(logit, id) as one int64: the larger logit ranks higher, of equals (-0 equals +0) the lower id."""
-    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
-    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # integers that compare as the floats do
-    return bits.to(tl.int64) * V + (V - 1 - ids)
 
 
 @triton.jit

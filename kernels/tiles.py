@@ -17,7 +17,7 @@ LOGPROB_SCALE_BITS = 44  # fixed point of sums over the vocabulary: 2^44 x 152k 
 LEAF_MULTIPLE = 128  # a leaf of K is a multiple of this, so that every BLOCK_K divides it
 
 NUMERICS = {
-    "version": "1",
+    "version": "2",
     "residual": "dtype(residual + x); the norm reads the rounded value",
     "rms_norm": "fp32 inside, dtype(x * rstd) * weight in dtype; one row a program, BLOCK = next power of two",
     "qk_norm": "as rms_norm, over head_dim, before rotary; halves summed apart, then added; tile of 8 heads",
@@ -25,7 +25,7 @@ NUMERICS = {
     "linear": "fp32 accumulate along K, leaves added in order as a chain, bias in fp32, rounded once",
     "leaves": "2 for N <= 8192 and K >= 2048, else 1; a leaf is a multiple of 128",
     "swiglu": "gate and up rounded to dtype; gate / (1 + exp(-gate)) * up in fp32, rounded once",
-    "attention": "fp32 scores scaled once by scale*log2(e), exp2, P in dtype, row sum of the rounded P by a dot",
+    "attention": "exp2(fma(score, scale*log2(e), -max)) in fp32, P in dtype; its row sum is what V = 1 would give",
     "kv_tile": str(KV_TILE),
     "kv_split": str(KV_SPLIT),
     "kv_dtype": "model dtype",
@@ -81,39 +81,45 @@ class LinearSchedule:
 
 @dataclass(frozen=True)
 class AttentionSchedule:
-    """BLOCK_M query rows (tokens x heads of one KV group) a program; full tiles may skip the mask."""
+    """BLOCK_M query rows (tokens x heads of one KV group) a program; full tiles may skip the mask, and come through
+    Hopper's copy engine with `tma`."""
 
     BLOCK_M: int
     num_warps: int
     num_stages: int
     skip_mask: bool = True
+    tma: bool = False
 
 
 @dataclass(frozen=True)
 class Schedules:
     """The schedule table of one kind of GPU.
 
-    `linear` maps an upper bound of M, smallest first, to the schedules of a sum of one leaf and of a chain (whose two
-    accumulators need a smaller tile).
+    `linear` maps an upper bound of M, smallest first, to the schedules of a sum of one leaf, of a chain (whose two
+    accumulators need a smaller tile) and, if there is a third, of products that would give a multiprocessor more than
+    one program but fewer than two: narrow tiles even that out.
+    `decode` has the schedules of up to `decode_programs` programs of attention, and of more.
     """
 
     name: str
-    linear: tuple[tuple[int, LinearSchedule, LinearSchedule], ...]
-    decode: AttentionSchedule
+    linear: tuple[tuple[int, LinearSchedule, ...], ...]
+    decode: tuple[AttentionSchedule, AttentionSchedule]
     prefill: AttentionSchedule
-    split_decode: bool = True  # give each KV split of a decode row its own program when that fills the GPU better
-    programs: int = 528  # programs of a fixed-size grid (4 a multiprocessor of an H200)
+    decode_programs: int = 264  # programs of decode attention that run at once (2 a multiprocessor of an H200); 0: walk
 
-    def linear_for(self, M: int, leaves: int, dtype_bytes: int = 2) -> LinearSchedule:
-        """The schedule for M rows. fp32 products run on plain cores and keep to one small tile."""
+    def linear_for(self, M: int, N: int, leaves: int, dtype_bytes: int = 2) -> LinearSchedule:
+        """The schedule for M rows of a weight [N, K]. fp32 products run on plain cores and keep to one small tile."""
         if dtype_bytes == 4:
             return FP32
-        return next(pair[leaves > 1] for bound, *pair in self.linear if bound >= M)
+        one, chain, *narrow = next(found for bound, *found in self.linear if bound >= M)
+        chosen = chain if leaves > 1 else one
+        crowded = 1 < -(-N // chosen.BLOCK_N) * leaves / chosen.programs < 2
+        return narrow[0] if narrow and crowded else chosen
 
-    def attention_for(self, row_bytes: int) -> tuple[AttentionSchedule, AttentionSchedule]:
+    def attention_for(self, row_bytes: int) -> tuple[tuple[AttentionSchedule, AttentionSchedule], AttentionSchedule]:
         """(decode, prefill) for rows of head_dim x itemsize bytes. Wide rows (fp32, or head_dim 256) keep to one small
         tile: 42 KiB of shared memory for 16 bits x 256, 72 for fp32 x 128, 144 for fp32 x 256."""
-        return (WIDE, WIDE) if row_bytes > 256 else (self.decode, self.prefill)
+        return ((WIDE, WIDE), WIDE) if row_bytes > 256 else (self.decode, self.prefill)
 
 
 ANY = 1 << 62
@@ -121,7 +127,7 @@ FP32 = LinearSchedule(16, 64, 32, 4, 2)
 PLAIN = LinearSchedule(64, 64, 64, 4, 3)
 WALK = AttentionSchedule(64, 4, 2, skip_mask=False)
 WIDE = AttentionSchedule(16, 4, 1)
-REFERENCE = Schedules("reference", ((ANY, PLAIN, PLAIN),), decode=WALK, prefill=WALK, split_decode=False)
+REFERENCE = Schedules("reference", ((ANY, PLAIN, PLAIN),), decode=(WALK, WALK), prefill=WALK, decode_programs=0)
 # At most 99 KiB of shared memory, which every GPU from sm_80 on has (and 64 KiB for AMD's gfx942).
 CONSERVATIVE = Schedules(
     "conservative",
@@ -130,21 +136,21 @@ CONSERVATIVE = Schedules(
         (64, PLAIN, LinearSchedule(64, 64, 64, 4, 3, split=True)),
         (ANY, LinearSchedule(128, 128, 32, 8, 3), LinearSchedule(128, 128, 32, 8, 3)),
     ),
-    decode=AttentionSchedule(16, 4, 2),
+    decode=(AttentionSchedule(16, 4, 2), AttentionSchedule(16, 4, 2)),
     prefill=AttentionSchedule(64, 4, 2),
 )
-# Best of `benchmarks/tune_linear.py rows` on an H200.
+# Best of `benchmarks/tune_linear.py rows` on an H200. Clipped rows are slow: M = 32 or 96 takes longer than 64 or 128.
 HOPPER = Schedules(
     "hopper",
     linear=(
-        (16, LinearSchedule(16, 64, 128, 4, 5), LinearSchedule(16, 64, 128, 4, 5, split=True)),
-        (64, LinearSchedule(64, 256, 64, 4, 4, tma=True), LinearSchedule(64, 64, 128, 4, 4, split=True)),
-        (128, LinearSchedule(128, 128, 64, 4, 4, tma=True), LinearSchedule(64, 64, 128, 4, 4, tma=True)),
-        (256, LinearSchedule(64, 256, 64, 4, 4, tma=True), LinearSchedule(64, 128, 64, 4, 5, tma=True)),
-        (ANY, LinearSchedule(128, 256, 64, 8, 3, tma=True), LinearSchedule(128, 128, 64, 8, 4, tma=True)),
+        (16, LinearSchedule(16, 64, 128, 4, 5, tma=True), LinearSchedule(16, 64, 128, 4, 5, split=True, tma=True),
+         LinearSchedule(16, 32, 128, 4, 6, split=True)),
+        (64, LinearSchedule(64, 64, 128, 4, 4, tma=True), LinearSchedule(64, 64, 128, 4, 4, split=True, tma=True)),
+        (128, LinearSchedule(128, 128, 64, 4, 4, tma=True), LinearSchedule(128, 64, 64, 4, 5, split=True, tma=True)),
+        (ANY, LinearSchedule(128, 128, 64, 4, 4, tma=True), LinearSchedule(128, 128, 64, 8, 4, split=True, tma=True)),
     ),
-    decode=AttentionSchedule(16, 4, 3),
-    prefill=AttentionSchedule(128, 8, 2),
+    decode=(AttentionSchedule(16, 4, 3, tma=True), AttentionSchedule(16, 2, 2, tma=True)),
+    prefill=AttentionSchedule(64, 4, 2, tma=True),
 )
 
 

@@ -11,7 +11,7 @@ import torch
 
 from kernels.tiles import KV_SPLIT
 
-ITEM_FIELDS = 6  # sequence, first token, number of query tokens, first split, last split (exclusive), partial row
+ITEM_FIELDS = 6  # sequence, first token, query tokens, first split, last split (exclusive), first partial row
 MERGE_FIELDS = 3  # token, first partial row, number of splits
 
 
@@ -57,16 +57,24 @@ def plan_prefill(query_starts, query_lens, seq_lens, query_tile: int) -> np.ndar
     return np.array(items, np.int32).reshape(-1, ITEM_FIELDS)
 
 
-def plan_decode(query_starts, query_lens, seq_lens, split: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(items, merges), int32, of the sequences with one query token: whole, or one item a split."""
+def plan_decode(query_starts, query_lens, seq_lens, slots: int) -> tuple[np.ndarray, np.ndarray]:
+    """(items, merges), int32, of the sequences with one query token.
+
+    slots: items that run at once. The splits are dealt out in runs of about equal length, one a slot, longest first;
+        0 gives each sequence one item, and nothing to merge.
+    """
     seqs = np.flatnonzero(np.asarray(query_lens) == 1).astype(np.int32)
     tokens = np.asarray(query_starts, np.int32)[seqs]
     splits = -(-np.asarray(seq_lens, np.int32)[seqs] // KV_SPLIT)
     one = np.ones_like(seqs)
-    if not split:
+    if not slots:
         return np.stack([seqs, tokens, one, 0 * one, splits, -one], 1), np.empty((0, MERGE_FIELDS), np.int32)
-    first = np.cumsum(splits, dtype=np.int32) - splits
-    row = np.arange(splits.sum(), dtype=np.int32)
-    index = row - np.repeat(first, splits)
-    items = np.stack([np.repeat(seqs, splits), np.repeat(tokens, splits), np.ones_like(row), index, index + 1, row], 1)
-    return items, np.stack([tokens, first, splits], 1)
+    first_row = np.cumsum(splits, dtype=np.int32) - splits
+    run = max(1, -(-int(splits.sum()) // slots))
+    runs = -(-splits // run)
+    seq = np.repeat(np.arange(len(seqs)), runs)
+    start = (np.arange(len(seq)) - np.repeat(np.cumsum(runs) - runs, runs)) * run
+    end = np.minimum(start + run, splits[seq])
+    items = np.stack([seqs[seq], tokens[seq], np.ones_like(seq), start, end, first_row[seq] + start], 1)
+    items = items[np.argsort(start - end, kind="stable")].astype(np.int32)
+    return items, np.stack([tokens, first_row, splits], 1)

@@ -58,11 +58,12 @@ def meta(*shape, dtype=torch.bfloat16):
 def launch_table(table: tiles.Schedules, rows: int) -> None:
     """Every op at one number of rows, on the shapes of Qwen3-8B, through its launcher."""
     arrived = meta(16384, dtype=torch.int32)
-    for N, K in ((6144, 4096), (24576, 4096), (4096, 12288), (960, 576)):
+    for N, K in ((6144, 4096), (24576, 4096), (4096, 12288), (960, 576), (151936, 4096)):
         leaves = tiles.leaf_count(N, K)
-        linear.linear(meta(rows, K), meta(N, K), None, leaves, torch.bfloat16, table.linear_for(rows, leaves), arrived)
+        linear.linear(meta(rows, K), meta(N, K), None, leaves, torch.float32 if N == 151936 else torch.bfloat16,
+                      table.linear_for(rows, N, leaves), arrived)
     linear.linear(meta(rows, 576, dtype=torch.float32), meta(960, 576, dtype=torch.float32), None, 1, torch.float32,
-                  table.linear_for(rows, 1, 4), arrived)
+                  table.linear_for(rows, 960, 1, 4), arrived)
     norm.rms_norm(meta(rows, 4096), meta(4096), 1e-6, meta(rows, 4096))
     activation.silu_and_mul(meta(rows, 24576))
     embedding.embedding(meta(rows, dtype=torch.int32), meta(151936, 4096), meta(rows, dtype=torch.int64))
@@ -78,14 +79,22 @@ def launch_table(table: tiles.Schedules, rows: int) -> None:
     for dtype, D, one in ((torch.bfloat16, 128, work), (torch.bfloat16, 128, walked),
                           (torch.bfloat16, 256, only_prefill), (torch.float32, 128, only_prefill)):
         cache = meta(100, 8, 64, D, dtype=dtype)
-        attention.paged_attention(meta(rows, 32, D, dtype=dtype), cache, cache, one, 0.1,
-                                  *table.attention_for(D * dtype.itemsize))
+        decodes, prefill = table.attention_for(D * dtype.itemsize)
+        for decode in decodes:
+            attention.paged_attention(meta(rows, 32, D, dtype=dtype), cache, cache, one, 0.1, decode, prefill)
     logits = meta(rows, 151936, dtype=torch.float32)
     logprobs.logprobs(logits, meta(rows, dtype=torch.int64), 4)
     sample.argmax(logits)
     column = {t: meta(rows, dtype=t) for t in (torch.float32, torch.int32, torch.int64)}
     f, i, j = column.values()
     sample.sample(logits, f, j, j, f, j, i)
+
+
+def written_scores(constants: dict, options: dict) -> int:
+    """Scores of attention that a thread computes in the code of its loops, one or two; 0 for another kernel."""
+    if "TILE" not in constants:
+        return 0
+    return constants["BLOCK_M"] * constants["TILE"] * (1 + constants["SKIP_MASK"]) // (32 * options["num_warps"])
 
 
 def main() -> None:
@@ -117,7 +126,8 @@ def main() -> None:
             code = result.asm.get("ptx") or result.asm["amdgcn"]
             print(json.dumps({
                 "kernel": kernel.__name__, "target": target, "table": table.name, "shared": result.metadata.shared,
-                "constants": str(constants), "fp32": next(iter(src.signature.values())) == "*fp32",
+                "constants": str(constants), "scores": written_scores(constants, options),
+                "fp32": next(iter(src.signature.values())) == "*fp32",
                 "float_atomics": len(re.findall(r"(atom|red)\.[\w.:]*\.b?f\d+|atomic_(pk_)?add_[bf]\d+", code)),
                 # bf16 is left out: sm_80 has no bf16 multiply and spells it fma(a, b, -0).
                 "fma": len(re.findall(r"\bfma\.[\w.]*\.f(?:64|32|16x2|16)\b", code))}), flush=True)

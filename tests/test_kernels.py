@@ -1,6 +1,7 @@
 """Each op against a float64 formula, on odd sizes and poisoned outputs: Triton (interpreted if need be) and torch."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 from conftest import HAS_GPU
 
 import kernels
-from kernels import same_bits
+from kernels import same_bits, tiles
 from kernels.tiles import KV_TILE, leaf_count
 from kernels.work import AttentionWork, plan_decode, plan_prefill
 
@@ -153,11 +154,11 @@ def attention_case(ops, dtype, query_lens, seq_lens, heads, kv_heads, D, split, 
     starts = np.cumsum(query_lens) - np.array(query_lens)
     positions = np.concatenate([np.arange(s - q, s) for q, s in zip(query_lens, seq_lens, strict=True)])
     prefill = plan_prefill(starts, query_lens, seq_lens, ops.query_tile(heads // kv_heads, D * dtype.itemsize))
-    decode, merges = plan_decode(starts, query_lens, seq_lens, split)
+    decode, merges = plan_decode(starts, query_lens, seq_lens, 2 if split else 0)
     grid = len(prefill), len(decode), len(merges)
     tensors = [place(ops, torch.from_numpy(np.ascontiguousarray(a, dtype=np.int32)))
                for a in (positions, positions, tables, prefill, decode, merges, grid)]
-    work = AttentionWork(*tensors, *grid, split_decode=split, max_partials=len(decode))
+    work = AttentionWork(*tensors, *grid, split_decode=split, max_partials=sum(pages))
     q = random(ops, sum(query_lens), heads, D, dtype=dtype, seed=99)
     return (q, place(ops, k_cache), place(ops, v_cache), work, D**-0.5), dense
 
@@ -187,6 +188,30 @@ def test_paged_attention(ops, dtype, heads, kv_heads, D, split):
 def test_paged_attention_head_dims(ops, D):
     args, dense = attention_case(ops, torch.float16, [2, 1], [66, 257], 2, 1, D, True)
     close(ops.paged_attention(*args), attention_formula(args[0], dense, [2, 1], D**-0.5), torch.float16)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_pages_through_the_copy_engine_are_the_same_pages(split):
+    """Tiles fetched by descriptor, splits ended inside the loop over tiles: the same bits as by pointers."""
+    tables = [replace(tiles.CONSERVATIVE, decode=(tiles.AttentionSchedule(16, 4, 2, tma=tma),) * 2,
+                      prefill=tiles.AttentionSchedule(64, 4, 2, tma=tma)) for tma in (False, True)]
+    query_lens, seq_lens = [1, 40, 1], [1300, 331, 256]
+    found = []
+    for ops in (kernels.triton_ops(DEVICE, table=table) for table in tables):
+        args, dense = attention_case(ops, torch.float16, query_lens, seq_lens, 4, 2, 32, split)
+        found.append(ops.paged_attention(*args))
+    close(found[0], attention_formula(args[0], dense, query_lens, 32**-0.5), torch.float16)
+    assert same_bits(*found)
+
+
+def test_decode_is_dealt_out_in_even_runs():
+    items, merges = plan_decode([0, 1, 2], [1, 1, 1], [256 * 9, 100, 256 * 4 + 1], 4)
+    runs = (items[:, 4] - items[:, 3]).tolist()
+    assert runs == sorted(runs, reverse=True) and max(runs) == 4, "15 splits in 4 slots: at most 4 each"
+    rows = sorted(row for item in items.tolist() for row in range(item[5], item[5] + item[4] - item[3]))
+    assert rows == list(range(15)) and merges.tolist() == [[0, 0, 9], [1, 9, 1], [2, 10, 5]]
+    whole, none = plan_decode([0, 1, 2], [1, 1, 1], [256 * 9, 100, 256 * 4 + 1], 0)
+    assert whole[:, 3:].tolist() == [[0, 9, -1], [0, 1, -1], [0, 5, -1]] and not len(none)
 
 
 def test_logprobs(ops):

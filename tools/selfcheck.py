@@ -8,6 +8,7 @@ differs.
 """
 
 import argparse
+import itertools
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -59,16 +60,15 @@ def check_linear(device, dtype, schedules: list[LinearSchedule], K: int) -> Iter
     from kernels.linear import linear
 
     arrived = torch.zeros(16384, dtype=torch.int32, device=device)
-    reference = REFERENCE.linear_for(ROWS[-1], 1, dtype.itemsize)
+    reference = REFERENCE.linear_for(ROWS[-1], 272, 1, dtype.itemsize)
     for kind, make in INPUTS.items():
         generator = torch.Generator(device).manual_seed(K)
         x, w = make((ROWS[-1], K), generator).to(dtype), make((272, K), generator).to(dtype)
         for leaves in (1, 2):
             expected = {out: linear(x, w, None, leaves, out, reference, arrived) for out in (torch.float32, dtype)}
             for schedule in schedules:
-                out = dtype if schedule.tma else torch.float32  # the stricter, where the schedule has it
                 same = all(same_bits(linear(x[:m], w, None, leaves, out, schedule, arrived), expected[out][:m])
-                           for m in ROWS)
+                           for m in ROWS for out in expected)
                 yield Check("linear", f"{dtype}, K={K}, {leaves} leaves, {kind}, {schedule}", same)
 
 
@@ -86,20 +86,21 @@ def attention_inputs(device, dtype, heads: int, kv_heads: int, head_dim: int, le
     return q, caches[0], caches[1], table[None]
 
 
-def attention_work(device, table, positions: np.ndarray, query_tile: int | None, split: bool) -> AttentionWork:
+def attention_work(device, table, positions: np.ndarray, query_tile: int | None, slots: int) -> AttentionWork:
     """Work over one sequence: a chunk of consecutive positions, or, without a query tile, one decode row each."""
     n = len(positions)
     if query_tile:
         prefill = plan_prefill([0], [n], [positions[-1] + 1], query_tile)
-        decode, merges = plan_decode([0], [n], [positions[-1] + 1], False)
+        decode, merges = plan_decode([0], [n], [positions[-1] + 1], 0)
     else:
         prefill = plan_prefill([], [], [], 1)
-        decode, merges = plan_decode(np.arange(n), np.ones(n, int), positions + 1, split)
+        decode, merges = plan_decode(np.arange(n), np.ones(n, int), positions + 1, slots)
         table = table.expand(n, -1).contiguous()
     grid = len(prefill), len(decode), len(merges)
     where, *lists = [torch.from_numpy(np.ascontiguousarray(a, np.int32)).to(device)
                      for a in (positions, prefill, decode, merges, np.array(grid))]
-    return AttentionWork(where, where, table, *lists, *grid, split_decode=split, max_partials=len(decode))
+    return AttentionWork(where, where, table, *lists, *grid, split_decode=slots > 0,
+                         max_partials=int(merges[:, 2].sum()))
 
 
 def check_attention(device, dtype, table: Schedules, length: int = 1111) -> Iterator[Check]:
@@ -109,12 +110,12 @@ def check_attention(device, dtype, table: Schedules, length: int = 1111) -> Iter
     for heads, kv_heads, head_dim in ATTENTION_SHAPES:
         q, k, v, blocks = attention_inputs(device, dtype, heads, kv_heads, head_dim, length)
         row_bytes = head_dim * dtype.itemsize
-        decode, prefill = table.attention_for(row_bytes)
+        decodes, prefill = table.attention_for(row_bytes)
         reference = REFERENCE.attention_for(row_bytes)[1]
         group = heads // kv_heads
 
-        def run(rows, schedule, query_tile, split=False):
-            work = attention_work(device, blocks, rows, query_tile, split)  # noqa: B023
+        def run(rows, schedule, query_tile, slots=0):
+            work = attention_work(device, blocks, rows, query_tile, slots)  # noqa: B023
             index = torch.from_numpy(rows).to(device)
             return paged_attention(q[index], k, v, work, head_dim**-0.5, schedule, schedule)  # noqa: B023
 
@@ -126,9 +127,10 @@ def check_attention(device, dtype, table: Schedules, length: int = 1111) -> Iter
             yield Check("attention", f"{dtype}, {heads}/{kv_heads}x{head_dim}, prefill cut at {cuts}, {prefill}",
                         same_bits(torch.cat(parts), expected))
         rows = np.unique(np.concatenate([every[::37], [0, 1, 63, 64, 255, 256, 257, length - 1]]))
-        for split in (False, True):
-            yield Check("attention", f"{dtype}, {heads}/{kv_heads}x{head_dim}, decode, split={split}, {decode}",
-                        same_bits(run(rows, decode, None, split), expected[torch.from_numpy(rows).to(device)]))
+        # Sequences whole, in runs of splits, each split alone.
+        for decode, slots in itertools.product(sorted(set(decodes), key=str), (0, 40, 10**6)):
+            yield Check("attention", f"{dtype}, {heads}/{kv_heads}x{head_dim}, decode in {slots} slots, {decode}",
+                        same_bits(run(rows, decode, None, slots), expected[torch.from_numpy(rows).to(device)]))
 
 
 def check_norm(device, dtype) -> Iterator[Check]:
@@ -183,7 +185,7 @@ def check_rotary(device, dtype) -> Iterator[Check]:
 def check_schedules(device: torch.device, dtype: torch.dtype, table: Schedules, K: int | None) -> Iterator[Check]:
     """Every schedule of `table` for this dtype; yields as it goes. Products of length K, or, without, the other ops."""
     if dtype == torch.float32:  # plain cores: one schedule, so the rows and the sharing of leaves are what is left
-        one = table.linear_for(1, 1, 4)
+        one = table.linear_for(1, 272, 1, 4)
         products = [one, replace(one, split=True)]
     else:
         products = sorted({one for _, *pair in table.linear for one in pair}, key=str)

@@ -43,9 +43,9 @@ def tiled_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def row_sum(x: torch.Tensor) -> torch.Tensor:
-    """Sum of the last axis as a product with ones. x: [M, K] fp32; returns [M, 1]."""
-    M, K = x.shape
-    return torch.bmm(x.unsqueeze(1), ONES[:, :K].expand(M, K, 8))[:, 0, :1]
+    """Sum of the last axis as a product with ones. x: [..., K] fp32; returns [..., 1]."""
+    rows, K = x.reshape(-1, 1, x.shape[-1]), x.shape[-1]
+    return torch.bmm(rows, ONES[:, :K].expand(len(rows), K, 8))[..., :1].view(*x.shape[:-1], 1)
 
 
 def by_lanes(function, x: torch.Tensor) -> torch.Tensor:
@@ -100,9 +100,7 @@ def rotary_and_cache(qkv, q_norm, k_norm, eps, cos_sin, work, k_cache, v_cache, 
     heads = qkv.view(len(qkv), -1, head_dim)
     x, v = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
     if q_norm is not None:
-        q, k = (part.reshape(-1, head_dim) for part in x.split([num_heads, num_kv_heads], dim=1))
-        q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
-        x = torch.cat([q.view(len(qkv), -1, head_dim), k.view(len(qkv), -1, head_dim)], dim=1)
+        x = rms_norm(x, torch.cat([q_norm.expand(num_heads, -1), k_norm.expand(num_kv_heads, -1)]), eps)
     x = x.float()  # halves a, b: (a * cos - b * sin, b * cos + a * sin), a difference being a sum with -sin
     x = (x * cos).add_(x.roll(head_dim // 2, -1).mul_(sin)).to(qkv.dtype)
     k_cache.view(-1, head_dim).index_copy_(0, row, x[token, num_heads:].reshape(-1, head_dim))
@@ -125,10 +123,10 @@ class LockStep:
         num_keys = position[:, :1] + counts[:, None]
         head = torch.arange(num_kv_heads)[:, None] * group + row % group  # [Hkv, R]
         index = (tokens[:, None, None] + row // group) * num_heads + head
-        valid = (row < counts[:, None, None] * group).expand_as(index)
-        self.rows = torch.where(valid, index, 0)  # [A, Hkv, R] into q viewed as [-1, head_dim]
-        self.valid = torch.nonzero(valid.flatten()).flatten()
-        self.destination = index.flatten()[self.valid]
+        valid = row < counts[:, None, None] * group
+        # [A, Hkv, R] into q and the result viewed as [-1, head_dim]; the result has one more row, for what no token is.
+        self.rows = torch.where(valid, index, 0)
+        self.destination = torch.where(valid, index, len(work.positions) * num_heads)
         self.splits = []  # of each: its pages [A, T], rows of v not written, keys hidden
         for start in range(0, int(num_keys.max()), kv_split):
             T = min(kv_split // KV_TILE, -(-(int(num_keys.max()) - start) // KV_TILE))
@@ -140,7 +138,7 @@ class LockStep:
                                 keys[:, None, None] > position.view(-1, 1, 1, R, 1)))
 
     def attend(self, q, k_cache, v_cache, scale: float) -> torch.Tensor:
-        """Outputs of all items' rows: [num_valid_rows, head_dim] in the order of `destination`."""
+        """Outputs of all items' rows: [A * Hkv * R, head_dim], in the order of `destination`."""
         dtype, D = q.dtype, q.shape[-1]
         A, Hkv, R = self.rows.shape
         rows = q.reshape(-1, D).index_select(0, self.rows.flatten()).view(A, 1, Hkv, R, D).float()
@@ -156,9 +154,9 @@ class LockStep:
             running = scores.amax(-1, keepdim=True).cummax(1).values
             safe = running if total is None else running.masked_fill(running == -torch.inf, 0.0)
             p = by_lanes(torch.exp2, scores.sub_(safe)).to(dtype).float().view(-1, R, KV_TILE)
+            # The sum of p goes beside the values, to be scaled alike.
             sums = torch.bmm(p, ONES[:, :KV_TILE].expand(len(p), KV_TILE, 8))[..., :1]
-            values = torch.bmm(p, v)  # and the sum of p beside them, to be scaled alike
-            acc, *rest = torch.cat([values, sums], -1).view(A, T, Hkv, R, D + 1).unbind(1)
+            acc, *rest = torch.cat([torch.bmm(p, v), sums], -1).view(A, T, Hkv, R, D + 1).unbind(1)
             alphas = by_lanes(torch.exp2, running[:, :-1] - safe[:, 1:]).unbind(1) if T > 1 else ()
             for alpha, term in zip(alphas, rest, strict=True):
                 acc = acc * alpha + term
@@ -170,8 +168,8 @@ class LockStep:
                 m = torch.maximum(m_old, last)
                 a, b = by_lanes(torch.exp2, torch.cat([m_old, last], -1) - m).split(1, -1)
                 total = m, acc_old * a + acc * b
-        out = total[1].view(-1, D + 1).index_select(0, self.valid)
-        return (out[:, :D] / out[:, D:]).to(dtype)
+        acc = total[1].view(-1, D + 1)
+        return (acc[:, :D] / acc[:, D:]).to(dtype)
 
 
 def paged_attention(q, k_cache, v_cache, work, scale, kv_split=KV_SPLIT):
@@ -182,10 +180,10 @@ def paged_attention(q, k_cache, v_cache, work, scale, kv_split=KV_SPLIT):
         last_split = (work.positions[items[:, 1]] + items[:, 2] - 1) // kv_split
         work.host_plans[key] = [LockStep(work, some, num_heads, num_kv_heads, kv_split) for n in last_split.unique()
                                 for some in items[last_split == n].split(MAX_ITEMS)]
-    out = torch.empty_like(q)
+    out = torch.empty((len(q) * num_heads + 1, q.shape[2]), dtype=q.dtype)
     for plan in work.host_plans[key]:
-        out.view(-1, q.shape[2]).index_copy_(0, plan.destination, plan.attend(q, k_cache, v_cache, scale))
-    return out
+        out.index_copy_(0, plan.destination.flatten(), plan.attend(q, k_cache, v_cache, scale))
+    return out[:-1].view(q.shape)
 
 
 def mass(scaled):

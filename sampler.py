@@ -8,6 +8,7 @@ import hashlib
 import math
 import numbers
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import get_args
 
@@ -111,26 +112,24 @@ def completion_seed(seed: int, index: int) -> int:
     return int.from_bytes(digest[:8], "big") >> 11
 
 
-def adjustments(seq) -> dict[int, tuple[float, float]]:
-    """token id -> (repetition factor, amount added): what a sequence's penalties and biases do to its logits."""
+def adjustments(seq) -> Iterator[tuple[int, float, float]]:
+    """(token id, repetition factor, amount added): what a sequence's penalties and biases do to its logits."""
     p, output = seq.params, seq.token_ids[seq.num_prompt_tokens :]
     repeated = set(seq.token_ids) if p.repetition_penalty != 1 else set()
     counts = Counter(output) if p.presence_penalty or p.frequency_penalty else {}
     banned = seq.stop_token_ids if len(output) < p.min_tokens else frozenset()
-    changes = {}
     for token in repeated | set(counts) | set(p.logit_bias) | banned:
         add = p.logit_bias.get(token, 0.0)
         if token in counts:
             add -= p.presence_penalty + p.frequency_penalty * counts[token]
-        changes[token] = (p.repetition_penalty if token in repeated else 1.0, -math.inf if token in banned else add)
-    return changes
+        yield token, p.repetition_penalty if token in repeated else 1.0, -math.inf if token in banned else add
 
 
 def adjust(logits: torch.Tensor, seqs: list) -> torch.Tensor:
     """A copy of `logits` with penalties, biases and bans applied; `logits` itself where no row asks for any. First
     repetition (divide a positive logit, multiply a negative one), then everything that is added."""
     entries = [(i, token, factor, add) for i, seq in enumerate(seqs) if seq.params.adjusts_logits
-               for token, (factor, add) in adjustments(seq).items() if token < logits.shape[1]]
+               for token, factor, add in adjustments(seq) if token < logits.shape[1]]
     if not entries:
         return logits
     columns = upload(np.array(entries, np.float64).T.copy(), logits.device)  # exact for ids; factors round once

@@ -74,7 +74,7 @@ class SamplingParams:
         """Raise ValueError, naming the parameter, its value and its range."""
         for parameter in fields(self):
             name, value, low = parameter.name, getattr(self, parameter.name), parameter.metadata.get("low")
-            if value is None or low is None:
+            if low is None or (value is None and parameter.default is None):
                 continue
             whole, high = kind(parameter) is int, parameter.metadata["high"]
             if isinstance(value, bool) or not isinstance(value, numbers.Integral if whole else numbers.Real):

@@ -5,12 +5,10 @@ import inspect
 import json
 import sys
 import time
-from dataclasses import asdict
-
-from tqdm import tqdm
+from dataclasses import asdict, fields
 
 from engine import DEFAULT_MODEL, LLM, RequestOutput
-from sampler import SamplingParams
+from sampler import SamplingParams, kind
 
 EXAMPLES = """examples:
   python engine.py --prompt "Once upon a time"
@@ -18,6 +16,7 @@ EXAMPLES = """examples:
   python engine.py --model Qwen/Qwen3-0.6B --chat --no-think --prompt "Hello" --temperature 0.7 --seed 1
   cat story.txt | python engine.py --prompt -
 """
+METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -40,22 +39,15 @@ def build_parser() -> argparse.ArgumentParser:
     add("--load-format", choices=["auto", "dummy"], default="auto", help="dummy: random weights, to measure speed")
 
     add = parser.add_argument_group("sampling", "An answer is a function of prompt, model and these.").add_argument
-    add("--max-tokens", type=int, metavar="N", default=512, help="most tokens to generate (default: %(default)s)")
-    add("--min-tokens", type=int, default=0, metavar="N", help="end tokens and stop strings do not count before N")
-    add("--temperature", type=float, metavar="T", help="0 is greedy (default: generation_config.json's, else 1)")
-    add("--top-k", type=int, metavar="K", help="keep the K most likely tokens; 0 keeps all")
-    add("--top-p", type=float, metavar="P", help="keep the most likely tokens that make up P")
-    add("--min-p", type=float, metavar="P", help="keep tokens at least P times as likely as the likeliest")
-    add("--seed", type=int, help="of the draw; without it one is drawn and reported by --json")
-    add("--n", type=int, default=1, help="completions a prompt, each with a seed of its own")
-    add("--stop", action="append", default=[], metavar="TEXT", help="stop before this text; may be repeated")
-    add("--stop-token-ids", type=int, nargs="+", default=[], metavar="ID")
-    add("--ignore-eos", action="store_true", help="go on past the end token")
-    add("--repetition-penalty", type=float, metavar="F", help="above 1 discourages tokens of prompt and output")
-    add("--presence-penalty", type=float, default=0.0, metavar="F")
-    add("--frequency-penalty", type=float, default=0.0, metavar="F")
-    add("--logprobs", type=int, metavar="K", help="report the K likeliest alternatives a token (with --json)")
-    add("--prompt-logprobs", type=int, metavar="K", help="the same for the prompt's tokens (with --json)")
+    for parameter in fields(SamplingParams):
+        if "help" in parameter.metadata:
+            of = kind(parameter)
+            takes = {"action": "store_true"} if of is bool else {"type": of, "metavar": METAVARS[of]}
+            if parameter.default == ():
+                takes |= {"action": "extend", "nargs": "+"}
+            name, text = parameter.name.replace("_", "-"), parameter.metadata["help"]
+            add("--" + name, default=argparse.SUPPRESS, help=text, **takes)
+    parser.set_defaults(max_tokens=512)  # the library's is the room left
 
     add = parser.add_argument_group("engine", "None changes an answer, but where it is cut off.").add_argument
     add("--schedule", choices=["auto", "reference"], default="auto", help="reference: one fixed kernel configuration")
@@ -68,7 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--enforce-eager", action="store_true", help="no CUDA graphs")
 
     add = parser.add_argument_group("output").add_argument
-    add("--json", action="store_true", help="one JSON object a completion: text, token ids, exact logprobs ...")
+    add("--json", action="store_true", help="one JSON object a completion: text, ids, logprobs (only shown here)")
     add("--fingerprint", action="store_true", help="print the name of everything that may change bits, and end")
     return parser
 
@@ -96,9 +88,8 @@ def print_json(llm: LLM, output: RequestOutput) -> None:
     for out in output.outputs:
         record = {"prompt": output.prompt, **asdict(out), "fingerprint": llm.fingerprint, "timings": output.timings,
                   "params": asdict(output.params), "prompt_logprobs": output.prompt_logprobs}
-        unasked = {name for name in ("top_logprobs", "prompt_logprobs") if record[name] is None}
-        record = {name: value for name, value in record.items() if name not in unasked | {"delta"}}
-        print(json.dumps(record, ensure_ascii=False), flush=True)
+        hidden = {"delta"} | {name for name in ("top_logprobs", "prompt_logprobs") if record[name] is None}  # not asked
+        print(json.dumps({name: record[name] for name in record if name not in hidden}, ensure_ascii=False), flush=True)
     if output.error:
         print(json.dumps({"prompt": output.prompt, "error": output.error}, ensure_ascii=False), flush=True)
 
@@ -110,17 +101,16 @@ def run(args: argparse.Namespace) -> int:
     if args.fingerprint:
         print(llm.fingerprint)
         return 0
-    if args.json and args.logprobs is None:
-        args.logprobs = 0  # the tokens' own
-    params = SamplingParams(**chosen(args, SamplingParams))
-    inputs, options = prompts, {}
+    own = {"logprobs": 0} if args.json else {}  # a record has the tokens' own logprobs, asked for or not
+    params = SamplingParams(**own | chosen(args, SamplingParams))
+    inputs = prompts
     if args.chat:
         system = [{"role": "system", "content": args.system}] if args.system else []
         thinking = {"enable_thinking": False} if args.no_think else {}
         inputs = [llm.apply_chat_template(system + [{"role": "user", "content": text}], **thinking) for text in prompts]
-        options = {"add_special_tokens": False}
+    options = {"add_special_tokens": not args.chat}
     loaded = time.perf_counter()
-    if len(prompts) == 1 and args.n == 1 and not args.json:
+    if len(prompts) == 1 and params.n == 1 and not args.json:
         for output in llm.stream(inputs[0], params, **options):
             print(output.outputs[0].delta, end="", flush=True)
         print(flush=True)
@@ -131,16 +121,16 @@ def run(args: argparse.Namespace) -> int:
         output.prompt = prompts[i]  # with --chat, not the template's text
         if args.json:
             print_json(llm, output)
-        elif len(outputs) > 1 or args.n > 1:
+        elif len(outputs) > 1 or params.n > 1:
             for out in output.outputs:
-                number = f" [{out.index}]" if args.n > 1 else ""
+                number = f" [{out.index}]" if params.n > 1 else ""
                 print(f"--- {output.prompt!r}{number}\n{out.text}")
         if output.error:
-            tqdm.write(f"error: prompt {i}: {output.error}", file=sys.stderr)
+            print(f"error: prompt {i}: {output.error}", file=sys.stderr)
     took = time.perf_counter() - loaded
     count = sum(len(out.token_ids) for output in outputs for out in output.outputs)
-    tqdm.write(f"{count} tokens in {took:.2f} s: {count / took:.1f} tokens/s on {llm.device.type} "
-               f"(start {loaded - start:.1f} s)", file=sys.stderr)
+    print(f"{count} tokens in {took:.2f} s: {count / took:.1f} tokens/s on {llm.device.type} "
+          f"(start {loaded - start:.1f} s)", file=sys.stderr)
     return 1 if any(output.error for output in outputs) else 0
 
 

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from numbers import Integral
 from pathlib import Path
 
@@ -117,8 +118,7 @@ class LLM:
             self.model.load_dummy(progress)
         else:
             self.model.load(checkpoint.Checkpoint(self.folder), progress)
-        has_tokenizer = (self.folder / "tokenizer.json").is_file()
-        self.tokenizer = Tokenizer(self.folder) if has_tokenizer else None
+        self.tokenizer = Tokenizer(self.folder) if (self.folder / "tokenizer.json").is_file() else None
         self.generation_config = checkpoint.read_json(self.folder, "generation_config.json")
         self.eos_token_ids = end_token_ids(self.generation_config, raw, self.tokenizer)
 
@@ -139,7 +139,6 @@ class LLM:
         self._fresh: list[CompletionOutput] = []  # those whose `delta` is the last step's
         self._in_flight = NOTHING
         self._next_id = 0
-        self._fingerprint: str | None = None
 
     def _measure_blocks(self, utilization: float, max_num_seqs: int, max_num_batched_tokens: int) -> int:
         """How many cache blocks fit beside the weights and the largest step's working memory."""
@@ -164,15 +163,12 @@ class LLM:
                              "gpu_memory_utilization")
         return int(budget // block_bytes)
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Names everything that may change bits (receipts.py). Reads the weight files once, the first time."""
-        if self._fingerprint is None:
-            dummy = self.load_format == "dummy"
-            weights = "dummy" if dummy else receipts.weight_digest(self.folder)
-            self._fingerprint = receipts.fingerprint(
-                receipts.fingerprint_parts(self.config, self.ops, self.device, self.dtype, weights))
-        return self._fingerprint
+        weights = "dummy" if self.load_format == "dummy" else receipts.weight_digest(self.folder)
+        return receipts.fingerprint(
+            receipts.fingerprint_parts(self.config, self.ops, self.device, self.dtype, weights))
 
     # The step interface.
 
@@ -309,8 +305,7 @@ class LLM:
         if token >= self.config.vocab_size:
             request.output.error = "the model produced a NaN or no finite logit: check the weights and the dtype"
             return self._finish(request, index, "error")
-        if seq.first_token_time is None:
-            seq.first_token_time = time.perf_counter()
+        seq.first_token_time = seq.first_token_time or time.perf_counter()
         out.token_ids.append(token)
         self._fresh.append(out)
         if out.logprobs is not None:
@@ -341,8 +336,7 @@ class LLM:
             out.text, out.delta = out.text + rest, out.delta + rest
         del self._owner[id(seq)]
         if all(s.finish_reason for s in request.seqs):
-            first = request.seqs[0]
-            output = request.output
+            first, output = request.seqs[0], request.output
             output.finished = True
             output.num_cached_tokens = first.num_cached_tokens or 0
             output.prompt_logprobs = first.prompt_logprobs or None
@@ -374,9 +368,9 @@ class LLM:
                     results.append(self.requests[request_id].output)
                     waiting.add(request_id)
                 except ValueError as error:
-                    results.append(RequestOutput("", prompt if isinstance(prompt, str) else None,
-                                                 [] if isinstance(prompt, str) else list(prompt),
-                                                 own or SamplingParams(), finished=True, error=str(error)))
+                    text, ids = (prompt, []) if isinstance(prompt, str) else (None, list(prompt))
+                    results.append(RequestOutput("", text, ids, own or SamplingParams(), finished=True,
+                                                 error=str(error)))
             if prompts and not waiting:
                 raise ValueError(results[0].error)
             with tqdm(total=len(prompts), desc="prompts", disable=not progress) as bar:
@@ -407,25 +401,26 @@ class LLM:
         """Complete one prompt, yielding the request as it gains tokens (see `CompletionOutput.delta`)."""
         request_id = self.add_request(prompt, params, **options)
         output = self.requests[request_id].output
-        shown = state = [(0, 0, None)] * len(output.outputs)
+        shown = [(0, 0, None)] * len(output.outputs)
         try:
-            while shown != state or not output.finished:  # another consumer of `step` may have moved it on
-                if shown == state:
-                    self.step()
-                else:
+            while True:
+                state = [(len(out.text), len(out.token_ids), out.finish_reason) for out in output.outputs]
+                if state != shown:  # by our own step, or that of another consumer
                     for out, (length, *_) in zip(output.outputs, shown):
                         out.delta = out.text[length:]
                     shown = state
                     yield output
-                state = [(len(out.text), len(out.token_ids), out.finish_reason) for out in output.outputs]
+                elif output.finished:
+                    return
+                else:
+                    self.step()
         finally:
             self.abort(request_id)
 
     def score(self, prompt: str | list[int], completion: str | list[int]) -> list[float]:
         """Log-probability of each token of `completion` after `prompt`, by one prefill: the very bits that decoding
         reports. Text is tokenized apart and joined; give token ids where that matters."""
-        before = self._encode(prompt, True)
-        after = self._encode(completion, False)
+        before, after = self._encode(prompt, True), self._encode(completion, False)
         params = SamplingParams(temperature=0.0, prompt_logprobs=0)
         output = self.generate([before + after], params, score_only=True)[0]
         return [logprob for logprob, _ in output.prompt_logprobs[len(before) :]]

@@ -32,14 +32,12 @@ def weight_digest(folder: Path) -> str:
         if known["files"] == stamp:
             return known["digest"]
     digest = hashlib.sha256()
-    total = sum(size for size, _ in stamp.values())
-    with tqdm(total=total, desc="weight digest", unit="B", unit_scale=True, leave=False) as bar:
-        for file in files:
-            digest.update(file.name.encode())
-            with open(file, "rb") as stream:
-                while chunk := stream.read(1 << 24):
-                    digest.update(chunk)
-                    bar.update(len(chunk))
+    for file in files:
+        digest.update(file.name.encode())
+        shown = {"total": stamp[file.name][0], "desc": f"digest of {file.name}", "leave": False}
+        with open(file, "rb") as raw, tqdm.wrapattr(raw, "read", **shown) as stream:
+            while chunk := stream.read(1 << 24):
+                digest.update(chunk)
     with suppress(OSError):  # a read-only folder: computed again next time
         cached.write_text(json.dumps({"files": stamp, "digest": digest.hexdigest()[:16]}))
     return digest.hexdigest()[:16]

@@ -8,7 +8,9 @@ import hashlib
 import math
 import numbers
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import Field, dataclass, field, fields, replace
+from typing import get_args
 
 import numpy as np
 import torch
@@ -18,42 +20,47 @@ from kernels import Ops, upload
 MAX_LOGPROBS = 20
 
 
+def option(default, help: str, low: float | None = None, high: float = math.inf):
+    """A field of `SamplingParams` that is an option of the command line, too; with `low`, a number in that range."""
+    return field(default=default, metadata={"help": help, "low": low, "high": high})
+
+
+def kind(parameter: Field) -> type:
+    """The type of an option's values: int of `int | None`, str of `tuple[str, ...]`."""
+    return (get_args(parameter.type) or (parameter.type,))[0]
+
+
 @dataclass(frozen=True)
 class SamplingParams:
-    """Parameters of one request, named as vLLM names them. None means: the checkpoint's generation_config, else the
-    default in brackets.
+    """Parameters of one request, named as vLLM names them. None means: the checkpoint's generation_config, else off;
+    of max_tokens, the room left; of seed, one is drawn, and reported with the result.
 
-    max_tokens [room left]: most tokens to generate; min_tokens: end ids and stop strings do not count before it.
-    temperature [1]: 0 is greedy. top_k [0, off], top_p [1], min_p [0]: cuts, in that order, at temperature.
-    seed: None draws one, reported with the result. n: completions; number 0 is what n = 1 gives.
-    logprobs, prompt_logprobs: None, or how many alternatives to report beside the token itself (0 to 20).
-        Log-probabilities are of the model's own distribution: before temperature, penalties and cuts.
-    repetition_penalty: over prompt and output; presence_penalty, frequency_penalty: over the output.
-    logit_bias: token id -> value added to its logit.
+    Cuts come in the order top_k, top_p, min_p, at temperature. Log-probabilities are of the model's own distribution:
+    before temperature, penalties and cuts. logit_bias: token id -> value added to its logit.
     """
 
-    max_tokens: int | None = None
-    min_tokens: int = 0
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    n: int = 1
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    max_tokens: int | None = option(None, "most tokens to generate (default: %(default)s)", 1)
+    min_tokens: int = option(0, "end tokens and stop strings do not count before N", 0)
+    temperature: float | None = option(None, "0 is greedy (default: generation_config.json's, else 1)", 0, 1e6)
+    top_k: int | None = option(None, "keep the N most likely tokens; 0 keeps all", -1)
+    top_p: float | None = option(None, "keep the most likely tokens that make up X", 0, 1)
+    min_p: float | None = option(None, "keep tokens at least X times as likely as the likeliest", 0, 1)
+    seed: int | None = option(None, "of the draw; without it one is drawn and reported", -(2**63), 2**63 - 1)
+    n: int = option(1, "completions a prompt, each with a seed of its own; number 0 is what n = 1 gives", 1, 16384)
+    stop: tuple[str, ...] = option((), "stop before this text; may be repeated")
+    stop_token_ids: tuple[int, ...] = option((), "stop after these token ids")
     include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    ignore_eos: bool = option(False, "go on past the end token")
+    logprobs: int | None = option(None, "report the N likeliest alternatives beside each token", 0, MAX_LOGPROBS)
+    prompt_logprobs: int | None = option(None, "the same for the prompt's tokens", 0, MAX_LOGPROBS)
+    repetition_penalty: float | None = option(None, "above 1 discourages tokens of prompt and output", 1e-6, 1e6)
+    presence_penalty: float = option(0.0, "above 0 discourages tokens of the output", -2, 2)
+    frequency_penalty: float = option(0.0, "the same, once for each time they came", -2, 2)
     logit_bias: dict[int, float] = field(default_factory=dict)
     skip_special_tokens: bool = True
 
     def resolve(self, defaults: dict) -> "SamplingParams":
-        """Fill what is None from `defaults` (a generation_config.json), then from the defaults above, and validate."""
+        """Fill what is None from `defaults` (a generation_config.json), else with what changes nothing; validate."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         values = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
         greedy = {"temperature": 0.0} if defaults.get("do_sample") is False else {}
@@ -65,20 +72,15 @@ class SamplingParams:
 
     def validate(self) -> None:
         """Raise ValueError, naming the parameter, its value and its range."""
-        ranges = {"max_tokens": (1, None), "min_tokens": (0, None), "temperature": (0, 1e6), "top_k": (-1, None),
-                  "top_p": (0, 1), "min_p": (0, 1), "seed": (-(2**63), 2**63 - 1), "n": (1, 16384),
-                  "logprobs": (0, MAX_LOGPROBS), "prompt_logprobs": (0, MAX_LOGPROBS),
-                  "repetition_penalty": (1e-6, 1e6), "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2)}
-        whole = {"max_tokens", "min_tokens", "top_k", "seed", "n", "logprobs", "prompt_logprobs"}
-        for name, (low, high) in ranges.items():
-            value = getattr(self, name)
-            if value is None:
+        for parameter in fields(self):
+            name, value, low = parameter.name, getattr(self, parameter.name), parameter.metadata.get("low")
+            if low is None or (value is None and parameter.default is None):
                 continue
-            kind = numbers.Integral if name in whole else numbers.Real
-            if isinstance(value, bool) or not isinstance(value, kind):
-                raise ValueError(f"{name} must be {'an integer' if name in whole else 'a number'}, got {value!r}")
-            if not math.isfinite(value) or value < low or (high is not None and value > high):
-                span = f"at least {low}" if high is None else f"between {low} and {high}"
+            whole, high = kind(parameter) is int, parameter.metadata["high"]
+            if isinstance(value, bool) or not isinstance(value, numbers.Integral if whole else numbers.Real):
+                raise ValueError(f"{name} must be {'an integer' if whole else 'a number'}, got {value!r}")
+            if not low <= value <= high:
+                span = f"at least {low}" if high == math.inf else f"between {low} and {high}"
                 raise ValueError(f"{name} must be {span}, got {value}")
         if self.top_p == 0:
             raise ValueError("top_p must be above 0, got 0")
@@ -91,10 +93,6 @@ class SamplingParams:
                 raise ValueError(f"{name} must be token ids, got {ids!r}")
         if not all(isinstance(bias, numbers.Real) and abs(bias) <= 1e6 for bias in self.logit_bias.values()):
             raise ValueError(f"logit_bias must be numbers between -1e6 and 1e6, got {self.logit_bias!r}")
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature == 0
 
     @property
     def has_penalties(self) -> bool:
@@ -114,26 +112,24 @@ def completion_seed(seed: int, index: int) -> int:
     return int.from_bytes(digest[:8], "big") >> 11
 
 
-def adjustments(seq) -> dict[int, tuple[float, float]]:
-    """token id -> (repetition factor, amount added): what a sequence's penalties and biases do to its logits."""
+def adjustments(seq) -> Iterator[tuple[int, float, float]]:
+    """(token id, repetition factor, amount added): what a sequence's penalties and biases do to its logits."""
     p, output = seq.params, seq.token_ids[seq.num_prompt_tokens :]
     repeated = set(seq.token_ids) if p.repetition_penalty != 1 else set()
     counts = Counter(output) if p.presence_penalty or p.frequency_penalty else {}
     banned = seq.stop_token_ids if len(output) < p.min_tokens else frozenset()
-    changes = {}
     for token in repeated | set(counts) | set(p.logit_bias) | banned:
         add = p.logit_bias.get(token, 0.0)
         if token in counts:
             add -= p.presence_penalty + p.frequency_penalty * counts[token]
-        changes[token] = (p.repetition_penalty if token in repeated else 1.0, -math.inf if token in banned else add)
-    return changes
+        yield token, p.repetition_penalty if token in repeated else 1.0, -math.inf if token in banned else add
 
 
 def adjust(logits: torch.Tensor, seqs: list) -> torch.Tensor:
     """A copy of `logits` with penalties, biases and bans applied; `logits` itself where no row asks for any. First
     repetition (divide a positive logit, multiply a negative one), then everything that is added."""
     entries = [(i, token, factor, add) for i, seq in enumerate(seqs) if seq.params.adjusts_logits
-               for token, (factor, add) in adjustments(seq).items() if token < logits.shape[1]]
+               for token, factor, add in adjustments(seq) if token < logits.shape[1]]
     if not entries:
         return logits
     columns = upload(np.array(entries, np.float64).T.copy(), logits.device)  # exact for ids; factors round once
@@ -152,17 +148,16 @@ def choose(logits: torch.Tensor, seqs: list, ops: Ops) -> torch.Tensor:
     """
     adjusted = adjust(logits, seqs)
     tokens = ops.argmax(adjusted)
-    racing = [(i, seq) for i, seq in enumerate(seqs) if not seq.params.is_greedy]
+    racing = [(i, seq, seq.params) for i, seq in enumerate(seqs) if seq.params.temperature > 0]
     if not racing:
         return tokens
-    V, device = logits.shape[1], logits.device
-    whole = upload(np.array([(i, min(seq.params.top_k, V) if seq.params.top_k > 0 else V,
-                              round(seq.params.top_p * (1 << 30)), seq.seed, len(seq.token_ids))
-                             for i, seq in racing], np.int64).T.copy(), device)
-    real = upload(np.array([(max(p.temperature, 1e-6), math.log(p.min_p) if p.min_p > 0 else -math.inf)
-                            for p in (seq.params for _, seq in racing)], np.float32).T.copy(), device)
-    index, top_k, top_p, seed, position = whole
-    drawn = ops.sample(adjusted if len(racing) == len(seqs) else adjusted[index], real[0], top_k, top_p, real[1], seed,
-                       position.to(torch.int32))
+    V = logits.shape[1]
+    whole = [(i, min(p.top_k, V) if p.top_k > 0 else V, round(p.top_p * (1 << 30)), seq.seed, len(seq.token_ids))
+             for i, seq, p in racing]
+    real = [(max(p.temperature, 1e-6), math.log(p.min_p) if p.min_p > 0 else -math.inf) for _, _, p in racing]
+    index, top_k, top_p, seed, position = upload(np.array(whole, np.int64).T.copy(), logits.device)
+    temperature, min_p = upload(np.array(real, np.float32).T.copy(), logits.device)
+    rows = adjusted if len(racing) == len(seqs) else adjusted[index]
+    drawn = ops.sample(rows, temperature, top_k, top_p, min_p, seed, position.to(torch.int32))
     tokens[index] = torch.where(tokens[index] < V, drawn, tokens[index])  # broken rows stay broken
     return tokens

@@ -89,9 +89,8 @@ class Scheduler:
         scheduled: list[Sequence] = []
         preemptions = self.num_preemptions
         for seq in list(self.running):
-            if not seq.block_table or seq.is_computed or budget == 0:
-                continue  # preempted by an older one in this very loop, waiting for its last token, or no budget left
-            if self._grant(seq, budget):
+            # Without blocks it was preempted by an older one in this very loop; computed, it waits for its last token.
+            if seq.block_table and not seq.is_computed and budget > 0 and self._grant(seq, budget):
                 scheduled.append(seq)
                 budget -= seq.num_scheduled_tokens
         # Victims come from the tail of `running`, behind everything scheduled so far. A step that preempted admits

@@ -88,12 +88,10 @@ class Tokenizer:
         if piece is None:  # a model whose embedding is padded can sample an id without a token
             return b""
         if self._byte_of is not None:
-            try:
-                return bytes(self._byte_of[character] for character in piece)
-            except KeyError:  # an added token, kept as plain text
-                return piece.encode("utf-8")
-        is_byte = self._has_byte_tokens and len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">")
-        return bytes.fromhex(piece[3:5]) if is_byte else None
+            is_plain = not self._byte_of.keys() >= set(piece)  # an added token, kept as it is
+            return piece.encode("utf-8") if is_plain else bytes(map(self._byte_of.get, piece))
+        byte = re.fullmatch("<0x([0-9A-Fa-f]{2})>", piece) if self._has_byte_tokens else None
+        return bytes.fromhex(byte[1]) if byte else None
 
     def apply_chat_template(self, messages: list[dict], add_generation_prompt: bool = True,
                             tools: list[dict] | None = None, **kwargs) -> str:
@@ -121,9 +119,8 @@ class Tokenizer:
         def raise_exception(message):
             raise jinja2.TemplateError(message)
 
-        # `{% generation %}` marks what to train on; to render, its content is all there is.
-        template = re.sub(r"(\{%[-+]?)\s*generation\s*([-+]?%\})", r"\1 if true \2", self._template)
-        template = re.sub(r"(\{%[-+]?)\s*endgeneration\s*([-+]?%\})", r"\1 endif \2", template)
+        # `{% generation %}` marks what to train on; to render, it is a scope like any other.
+        template = re.sub(r"(\{%[-+]?)\s*(end)?generation\s*([-+]?%\})", r"\1 \2with \3", self._template)
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
         # Jinja's own `tojson` sorts keys and escapes <, > and & for HTML.

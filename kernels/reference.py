@@ -43,9 +43,9 @@ def tiled_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def row_sum(x: torch.Tensor) -> torch.Tensor:
-    """Sum of the last axis as a product with ones. x: [M, K] fp32; returns [M, 1]."""
-    M, K = x.shape
-    return torch.bmm(x.unsqueeze(1), ONES[:, :K].expand(M, K, 8))[:, 0, :1]
+    """Sum of the last axis as a product with ones. x: [..., K] fp32; returns [..., 1]."""
+    rows, K = x.reshape(-1, 1, x.shape[-1]), x.shape[-1]
+    return torch.bmm(rows, ONES[:, :K].expand(len(rows), K, 8))[..., :1].view(*x.shape[:-1], 1)
 
 
 def by_lanes(function, x: torch.Tensor) -> torch.Tensor:
@@ -100,9 +100,7 @@ def rotary_and_cache(qkv, q_norm, k_norm, eps, cos_sin, work, k_cache, v_cache, 
     heads = qkv.view(len(qkv), -1, head_dim)
     x, v = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
     if q_norm is not None:
-        q, k = (part.reshape(-1, head_dim) for part in x.split([num_heads, num_kv_heads], dim=1))
-        q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
-        x = torch.cat([q.view(len(qkv), -1, head_dim), k.view(len(qkv), -1, head_dim)], dim=1)
+        x = rms_norm(x, torch.cat([q_norm.expand(num_heads, -1), k_norm.expand(num_kv_heads, -1)]), eps)
     x = x.float()  # halves a, b: (a * cos - b * sin, b * cos + a * sin), a difference being a sum with -sin
     x = (x * cos).add_(x.roll(head_dim // 2, -1).mul_(sin)).to(qkv.dtype)
     k_cache.view(-1, head_dim).index_copy_(0, row, x[token, num_heads:].reshape(-1, head_dim))
@@ -111,92 +109,81 @@ def rotary_and_cache(qkv, q_norm, k_norm, eps, cos_sin, work, k_cache, v_cache, 
 
 
 class LockStep:
-    """Work items that walk their splits together, and their index arithmetic: the same for every layer of a step.
+    """Work items of equally many splits, walked together, and their index arithmetic: the same for every layer.
 
     Row r of an item is token r // group, head r % group of its KV head, as on the GPU.
     """
 
-    def __init__(self, work, items: list[list[int]], num_heads: int, num_kv_heads: int, R: int, kv_split: int):
+    def __init__(self, work, items: torch.Tensor, num_heads: int, num_kv_heads: int, kv_split: int):
         group = num_heads // num_kv_heads
-        item = torch.tensor(items)
-        seqs, tokens, counts = item[:, 0], item[:, 1], item[:, 2]
-        first_pos = work.positions[tokens].long()
+        R = max(16, group)
+        seqs, tokens, counts = items[:, 0], items[:, 1], items[:, 2]
         row = torch.arange(R)
-        position = first_pos[:, None] + row // group  # [A, R]
-        num_keys = first_pos + counts
+        position = work.positions[tokens].long()[:, None] + row // group  # [A, R]
+        num_keys = position[:, :1] + counts[:, None]
         head = torch.arange(num_kv_heads)[:, None] * group + row % group  # [Hkv, R]
         index = (tokens[:, None, None] + row // group) * num_heads + head
-        valid = (row < counts[:, None, None] * group).expand_as(index)
-        self.rows = torch.where(valid, index, 0)  # [A, Hkv, R] into q viewed as [-1, head_dim]
-        self.valid = torch.nonzero(valid.flatten()).flatten()
-        self.destination = index.flatten()[self.valid]
-        # A split: items with keys in it [L] (None: all), their pages [L, T], rows of v not written, keys hidden.
-        self.splits = []
+        valid = row < counts[:, None, None] * group
+        # [A, Hkv, R] into q and the result viewed as [-1, head_dim]; the result has one more row, for what no token is.
+        self.rows = torch.where(valid, index, 0)
+        self.destination = torch.where(valid, index, len(work.positions) * num_heads)
+        self.splits = []  # of each: its pages [A, T], rows of v not written, keys hidden
         for start in range(0, int(num_keys.max()), kv_split):
-            live = torch.nonzero(num_keys > start).flatten()
             T = min(kv_split // KV_TILE, -(-(int(num_keys.max()) - start) // KV_TILE))
             keys = start + torch.arange(T * KV_TILE).view(T, KV_TILE)
             columns = (start // KV_TILE + torch.arange(T)).clamp(max=work.block_tables.shape[1] - 1)
-            limit = num_keys[live, None]
-            pages = torch.where(keys[:, 0] < limit, work.block_tables[seqs[live]][:, columns].long(), 0)
-            unwritten = (keys >= limit[..., None]).view(len(live), T, 1, KV_TILE).expand(-1, -1, num_kv_heads, -1)
-            self.splits.append((None if len(live) == len(items) else live, pages,
-                                torch.nonzero(unwritten.flatten()).flatten(),
-                                keys[:, None, None] > position[live].view(-1, 1, 1, R, 1)))
+            pages = torch.where(keys[:, 0] < num_keys, work.block_tables[seqs][:, columns].long(), 0)
+            unwritten = (keys >= num_keys[..., None]).unsqueeze(2).expand(-1, -1, num_kv_heads, -1)
+            self.splits.append((pages, torch.nonzero(unwritten.flatten()).flatten(),
+                                keys[:, None, None] > position.view(-1, 1, 1, R, 1)))
 
     def attend(self, q, k_cache, v_cache, scale: float) -> torch.Tensor:
-        """Outputs of all items' rows: [num_valid_rows, head_dim] in the order of `destination`."""
+        """Outputs of all items' rows: [A * Hkv * R, head_dim], in the order of `destination`."""
         dtype, D = q.dtype, q.shape[-1]
         A, Hkv, R = self.rows.shape
         rows = q.reshape(-1, D).index_select(0, self.rows.flatten()).view(A, 1, Hkv, R, D).float()
         total = None
-        for live, pages, unwritten, hidden in self.splits:
-            L, T = pages.shape
+        for pages, unwritten, hidden in self.splits:
+            T = pages.shape[1]
             k, v = (c.index_select(0, pages.flatten()).float().view(-1, KV_TILE, D) for c in (k_cache, v_cache))
             v.view(-1, D).index_fill_(0, unwritten, 0.0)  # 0 x NaN must not reach a sum; scores are masked instead
-            x = (rows if live is None else rows[live]).expand(L, T, Hkv, R, D).reshape(-1, R, D)
-            scores = torch.bmm(x, k.mT).view(L, T, Hkv, R, KV_TILE)
+            x = rows.expand(A, T, Hkv, R, D).reshape(-1, R, D)
+            scores = torch.bmm(x, k.mT).view(A, T, Hkv, R, KV_TILE)
             scores.mul_(scale * math.log2(math.e)).masked_fill_(hidden, -torch.inf)
             # Running maxima, tile by tile: max is exact, so the exponentials of all tiles can be taken at once.
-            peaks = scores.amax(-1, keepdim=True)
-            running = peaks.cummax(1).values if T > 1 else peaks
+            running = scores.amax(-1, keepdim=True).cummax(1).values
             safe = running if total is None else running.masked_fill(running == -torch.inf, 0.0)
             p = by_lanes(torch.exp2, scores.sub_(safe)).to(dtype).float().view(-1, R, KV_TILE)
+            # The sum of p goes beside the values, to be scaled alike.
             sums = torch.bmm(p, ONES[:, :KV_TILE].expand(len(p), KV_TILE, 8))[..., :1]
-            values = torch.bmm(p, v)  # and the sum of p beside them, to be scaled alike
-            acc, *rest = torch.cat([values, sums], -1).view(L, T, Hkv, R, D + 1).unbind(1)
+            acc, *rest = torch.cat([torch.bmm(p, v), sums], -1).view(A, T, Hkv, R, D + 1).unbind(1)
             alphas = by_lanes(torch.exp2, running[:, :-1] - safe[:, 1:]).unbind(1) if T > 1 else ()
             for alpha, term in zip(alphas, rest, strict=True):
                 acc = acc * alpha + term
+            last = running[:, -1]
             if total is None:  # every row sees key 0, so the first split is there for all and merges into nothing
-                total = running[:, -1], acc
-                continue
-            # The merge, in position order. A row that sees nothing of this split is left exactly as it was.
-            m_old, acc_old = total if live is None else (t[live] for t in total)
-            m = torch.maximum(m_old, running[:, -1])
-            a, b = by_lanes(torch.exp2, torch.cat([m_old, running[:, -1]], -1) - m).split(1, -1)
-            merged = m, acc_old * a + acc * b
-            if live is None:
-                total = merged
-            else:
-                for whole, part in zip(total, merged, strict=True):
-                    whole[live] = part
-        out = total[1].view(-1, D + 1).index_select(0, self.valid)
-        return (out[:, :D] / out[:, D:]).to(dtype)
+                total = last, acc
+            else:  # the merge, in position order
+                m_old, acc_old = total
+                m = torch.maximum(m_old, last)
+                a, b = by_lanes(torch.exp2, torch.cat([m_old, last], -1) - m).split(1, -1)
+                total = m, acc_old * a + acc * b
+        acc = total[1].view(-1, D + 1)
+        return (acc[:, :D] / acc[:, D:]).to(dtype)
 
 
 def paged_attention(q, k_cache, v_cache, work, scale, kv_split=KV_SPLIT):
     num_heads, num_kv_heads = q.shape[1], k_cache.shape[1]
     key = num_heads, num_kv_heads, kv_split
     if key not in work.host_plans:
-        items = work.prefill_items.tolist() + work.decode_items.tolist()
-        R = max(16, num_heads // num_kv_heads)
-        work.host_plans[key] = [LockStep(work, items[i : i + MAX_ITEMS], num_heads, num_kv_heads, R, kv_split)
-                                for i in range(0, len(items), MAX_ITEMS)]
-    out = torch.empty_like(q)
+        items = torch.cat([work.prefill_items, work.decode_items]).long()
+        last_split = (work.positions[items[:, 1]] + items[:, 2] - 1) // kv_split
+        work.host_plans[key] = [LockStep(work, some, num_heads, num_kv_heads, kv_split) for n in last_split.unique()
+                                for some in items[last_split == n].split(MAX_ITEMS)]
+    out = torch.empty((len(q) * num_heads + 1, q.shape[2]), dtype=q.dtype)
     for plan in work.host_plans[key]:
-        out.view(-1, q.shape[2]).index_copy_(0, plan.destination, plan.attend(q, k_cache, v_cache, scale))
-    return out
+        out.index_copy_(0, plan.destination.flatten(), plan.attend(q, k_cache, v_cache, scale))
+    return out[:-1].view(q.shape)
 
 
 def mass(scaled):

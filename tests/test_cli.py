@@ -95,6 +95,17 @@ def test_n_as_text(call):
     assert call(*args)[1] == out
 
 
+def test_sampling_options_are_those_of_the_library():
+    """What is not given is the library's default, but for the length; lists may be given at once or one by one."""
+    parse = cli.build_parser().parse_args
+    assert cli.chosen(parse([]), SamplingParams) == {"max_tokens": 512}
+    line = "--stop a --stop b c --stop-token-ids 1 2 --top-k 3 --min-p 0.5 --presence-penalty -1 --n 2 --ignore-eos"
+    args = parse(line.split())
+    assert cli.chosen(args, SamplingParams) == {
+        "max_tokens": 512, "stop": ["a", "b", "c"], "stop_token_ids": [1, 2], "top_k": 3, "min_p": 0.5,
+        "presence_penalty": -1.0, "n": 2, "ignore_eos": True}
+
+
 def test_chat(llm, call):
     """The template's text is what the model reads; the user's own text is what the record shows."""
     code, out, _ = call("--chat", "--system", "be brief", "--prompt", "hi", "--json", *GREEDY)

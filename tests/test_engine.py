@@ -138,6 +138,7 @@ BAD = [("max_tokens", 0), ("max_tokens", 1.5), ("min_tokens", -1), ("temperature
        ("logprobs", 21), ("prompt_logprobs", 21), ("repetition_penalty", 0), ("repetition_penalty", -1),
        ("presence_penalty", 2.1), ("frequency_penalty", -2.1), ("stop", ("",)), ("stop", (5,)),
        ("stop_token_ids", (-1,)), ("stop_token_ids", ("a",)), ("logit_bias", {-1: 1.0}), ("logit_bias", {5: math.inf}),
+       ("n", None), ("min_tokens", None), ("presence_penalty", None),  # None would end everybody's step
        ("logit_bias", {5: 1e300}), ("repetition_penalty", 5e-324), ("temperature", 1e300)]  # fp32 cannot hold them
 
 

@@ -195,6 +195,7 @@ def test_qwen3_template_renders_as_recorded(tmp_path, case):
     ("{{ [1] | tojson(indent=1) }}", "[\n 1\n]"),
     ("{% for m in [1, 2, 3] %}{% if m == 2 %}{% break %}{% endif %}{{ m }}{% endfor %}", "1"),
     ("a\n  {%- generation -%}\n b\n  {%- endgeneration %}c{% generation %}d{% endgeneration %}", "abcd"),
+    ("{% generation %}{% set x = 1 %}{{ x }}{% endgeneration %}{{ x is defined }}", "1False"),
     ("  {% if add_generation_prompt %}\nx\n  {% endif %}\n", "x\n"),
     ("{{ strftime_now('%Y') | length }}", "4"),
     ("{{ messages[0].tool_calls is defined }} {{ tools }} {{ extra }}", "False None 7"),
@@ -263,6 +264,15 @@ def test_row_98_no_half_characters(either):
     cut = Detokenizer(either)
     assert feed(cut, byte_ids(either, b"x\xf0\x9f")) == ["x", "", ""]
     assert (cut.finish(), cut.text, cut.finish()) == ("\ufffd", "x\ufffd", "")
+
+
+def test_a_token_that_only_looks_like_a_byte_is_text(tmp_path):
+    backend = sentencepiece_like()
+    backend.add_tokens(["<0xZZ>"])
+    tokenizer = Tokenizer(save(tmp_path, backend))
+    token_id = tokenizer.vocab_size - 1
+    assert tokenizer.token_bytes(token_id) is None
+    assert feed(Detokenizer(tokenizer), [token_id]) == [tokenizer.decode([token_id])] == ["<0xZZ>"]
 
 
 def test_pieces_join_to_what_decode_gives(either):

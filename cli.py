@@ -66,6 +66,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--num-gpu-blocks-override", type=int, metavar="N", help="size of the KV cache in blocks of 64 tokens")
     add("--no-enable-prefix-caching", dest="enable_prefix_caching", action="store_false")
     add("--enforce-eager", action="store_true", help="no CUDA graphs")
+    add("--tensor-parallel-size", type=int, default=1, metavar="N", help="GPUs that share the model")
+    add("--tp-style", choices=["column", "row"], default="column",
+        help="row: half the exchanges, and bits of its own for each N")
 
     add = parser.add_argument_group("output").add_argument
     add("--json", action="store_true", help="one JSON object a completion: text, token ids, exact logprobs ...")
@@ -139,7 +142,7 @@ def run(args: argparse.Namespace) -> int:
             tqdm.write(f"error: prompt {i}: {output.error}", file=sys.stderr)
     took = time.perf_counter() - loaded
     count = sum(len(out.token_ids) for output in outputs for out in output.outputs)
-    tqdm.write(f"{count} tokens in {took:.2f} s: {count / took:.1f} tokens/s on {llm.device.type} "
+    tqdm.write(f"{count} tokens in {took:.2f} s: {count / took:.1f} tokens/s on {llm.hardware} "
                f"(start {loaded - start:.1f} s)", file=sys.stderr)
     return 1 if any(output.error for output in outputs) else 0
 

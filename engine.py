@@ -128,10 +128,8 @@ class LLM:
         self.generation_config = checkpoint.read_json(self.folder, "generation_config.json")
         self.eos_token_ids = end_token_ids(self.generation_config, raw, self.tokenizer)
 
-        ranks.start(options | {"model": str(self.folder), "progress": False}, self.device)
-        weakref.finalize(self, ranks.close)
         batched = max_num_batched_tokens or (8192 if self.device.type == "cuda" else 512)
-        with ranks.starting():
+        with ranks.started(options | {"model": str(self.folder), "progress": False}, self.device):
             self.model = Model(self.config, self.ops, self.device, self.dtype, max_model_len or limit, self.shard)
             if load_format == "dummy":
                 self.model.load_dummy(progress)
@@ -148,6 +146,7 @@ class LLM:
             kv_cache = allocate_kv_cache(self.config.num_layers, num_blocks, self.model.num_kv_heads,
                                          self.config.head_dim, self.dtype, self.device)
             self.runner = Runner(self.model, self.ops, kv_cache, max_num_seqs, self.max_model_len, enforce_eager, ranks)
+        weakref.finalize(self, ranks.close)
         if ranks.rank:
             self.runner.serve()
             raise SystemExit(0)

@@ -47,10 +47,24 @@ class Ranks:
         self.closed = threading.Event()
         self._is_starting, self._end = True, threading.Lock()
 
-    def start(self, options: dict, device: torch.device) -> None:
-        """Start the other ranks (unless torchrun has) on LLM(**options), and form the process group."""
-        if self.size == 1:
-            return
+    @contextmanager
+    def started(self, options: dict, device: torch.device):
+        """Start the other ranks (unless torchrun has) on LLM(**options), and form the process group. Around the rest of
+        the constructor: an error ends all ranks, and names the rank it came from (ChildProcessError)."""
+        try:
+            if self.size > 1:
+                self._start(options, device)
+            yield
+        except BaseException as error:
+            time.sleep(0.5 if self.children and isinstance(error, RuntimeError) else 0)  # maybe the echo of a death
+            obituary = self._obituary()
+            self.close(in_step=True)
+            if isinstance(error, RuntimeError) and obituary:
+                raise ChildProcessError(obituary) from error
+            raise
+        self._is_starting = False
+
+    def _start(self, options: dict, device: torch.device) -> None:
         if dist.is_initialized():
             raise ValueError("this process is a rank already: close() the other engine, or use another process")
         if device.type == "cuda":
@@ -71,22 +85,13 @@ class Ranks:
                     self.children[-1].stdin.flush()
         if self.rank == 0:
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        store.set(f"rank {self.rank}", "is here")
+        while self.children and not store.check([f"rank {rank}" for rank in range(1, self.size)]):
+            if obituary := self._obituary():  # the process group would wait for ever
+                raise ChildProcessError(obituary)
+            time.sleep(0.01)
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", rank=self.rank,
                                 store=dist.PrefixStore("samebits", store), world_size=self.size, timeout=FOREVER)
-
-    @contextmanager
-    def starting(self):
-        """Around what follows `start` in the constructor: an error ends all ranks, and names the rank it came from."""
-        try:
-            yield
-        except BaseException as error:
-            time.sleep(0.5 if self.children and isinstance(error, RuntimeError) else 0)  # maybe the echo of a death
-            obituary = self._obituary()
-            self.close(in_step=True)
-            if isinstance(error, RuntimeError) and obituary:
-                raise ChildProcessError(obituary) from error
-            raise
-        self._is_starting = False
 
     def least(self, value: int) -> int:
         """The smallest of all ranks' values, on every rank."""

@@ -176,8 +176,13 @@ class LLM:
         kind, exchange = self.device.type, self.model.collectives
         return kind if exchange is None else f"{self.ranks.size} x {kind}, by {exchange.name}"
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the other ranks have been ended, by `close` or by a step that failed: there can be no more steps."""
+        return self.ranks.closed.is_set()
+
     def close(self) -> None:
-        """End the other ranks, if there are any: this engine makes no step after that."""
+        """End the other ranks, if there are any."""
         self.ranks.close()
 
     def __enter__(self) -> "LLM":
@@ -454,10 +459,12 @@ def pick_device(name: str, ranks: Ranks | None = None) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ValueError("device 'cuda' asked for, but torch sees no GPU: use 'auto' or 'cpu'")
-    shared = ranks is not None and ranks.size > 1
-    if shared and (count := torch.cuda.device_count()) < ranks.local_size:
-        raise ValueError(f"tensor_parallel_size {ranks.size} takes {ranks.local_size} GPUs here; torch sees {count}")
-    device = torch.device("cuda", ranks.local_rank if shared else torch.cuda.current_device())
+    if ranks is not None and ranks.size > 1:
+        if (count := torch.cuda.device_count()) < ranks.local_size:
+            raise ValueError(f"{ranks.size} ranks (tensor_parallel_size) take {ranks.local_size} GPUs of this host; "
+                             f"torch sees {count}")
+        torch.cuda.set_device(ranks.local_rank)
+    device = torch.device("cuda", torch.cuda.current_device())
     if (capability := torch.cuda.get_device_capability(device)) < (8, 0):
         raise ValueError(f"this GPU has compute capability {capability[0]}.{capability[1]}; samebits needs 8.0 or "
                          "newer: use --device cpu")

@@ -67,8 +67,6 @@ class Ranks:
     def _start(self, options: dict, device: torch.device) -> None:
         if dist.is_initialized():
             raise ValueError("this process is a rank already: close() the other engine, or use another process")
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
         if self.joins:
             store, _, _ = next(dist.rendezvous("env://"))
         else:

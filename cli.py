@@ -57,7 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--logprobs", type=int, metavar="K", help="report the K likeliest alternatives a token (with --json)")
     add("--prompt-logprobs", type=int, metavar="K", help="the same for the prompt's tokens (with --json)")
 
-    add = parser.add_argument_group("engine", "None but --tp-style changes an answer, save where it is cut off.").add_argument
+    add = parser.add_argument_group("engine", "None changes an answer, but its end, or --tp-style.").add_argument
     add("--schedule", choices=["auto", "reference"], default="auto", help="reference: one fixed kernel configuration")
     add("--max-model-len", type=int, metavar="N", help="longest prompt + output (default: what model and cache allow)")
     add("--max-num-seqs", type=int, default=256, metavar="N", help="most sequences in a step (default: %(default)s)")
@@ -67,7 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--no-enable-prefix-caching", dest="enable_prefix_caching", action="store_false")
     add("--enforce-eager", action="store_true", help="no CUDA graphs")
     add("--tensor-parallel-size", type=int, default=1, metavar="N", help="ranks, one a GPU, that share the model")
-    add("--tp-style", choices=["column", "row"], default="column", help="row: fewer exchanges; bits of its own for each N")
+    add("--tp-style", choices=["column", "row"], default="column", help="row: half the exchanges, other bits each N")
 
     add = parser.add_argument_group("output").add_argument
     add("--json", action="store_true", help="one JSON object a completion: text, token ids, exact logprobs ...")

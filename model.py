@@ -181,6 +181,10 @@ def deal(count: int, ranks: int, unit: int = 1, first: int = 0) -> list[slice]:
     return [slice(a, b) for a, b in zip(borders, borders[1:])]
 
 
+def length(part: slice) -> int:
+    return part.stop - part.start
+
+
 @dataclass(frozen=True)
 class Shard:
     """Which part of every weight rank `rank` of `size` holds.
@@ -199,32 +203,26 @@ class Shard:
         return f"row of {self.size}" if self.style == "row" and self.size > 1 else "column"
 
     def cuts(self, c: ModelConfig) -> dict[str, list[slice]]:
-        """Every rank's part of each axis that is dealt out. Raises ValueError naming one that cannot be."""
-        queries, keys = zip(*self.heads(c.num_heads, c.num_kv_heads))
-        return {"heads": list(queries), "kv_heads": list(keys)} | {
-            axis: self.cut(axis, getattr(c, axis)) for axis in ("hidden_size", "intermediate_size", "vocab_size")}
-
-    def cut(self, axis: str, length: int) -> list[slice]:
-        """Every rank's range of an axis: units of 128, or of less if there are too few. The last may be cut short."""
-        unit = next((u for u in (128, 64, 32, 16) if -(-length // u) >= self.size), None)
-        if unit is None:
-            raise ValueError(f"{axis} {length} is too small for {self.size} ranks, which take at least 16 columns each")
-        ranges = deal(-(-length // unit), self.size, unit)
-        return [*ranges[:-1], slice(ranges[-1].start, length)]
-
-    def heads(self, num_heads: int, num_kv_heads: int) -> list[tuple[slice, slice]]:
-        """Every rank's query heads, and the KV heads they read. With more ranks than KV heads, several hold the same
-        one and share its query heads."""
-        group = num_heads // num_kv_heads
-        if self.size <= num_kv_heads:
-            queries = deal(num_kv_heads, self.size, group)
-            return list(zip(queries, deal(num_kv_heads, self.size)))
-        owned = [r * num_kv_heads // self.size for r in range(self.size)]
-        if (most := owned.count(owned[0])) > group:
-            raise ValueError(f"num_attention_heads {num_heads} with num_key_value_heads {num_kv_heads} cannot be dealt "
-                             f"to {self.size} ranks: {most} would share {group} query heads")
-        queries = [q for j in range(num_kv_heads) for q in deal(group, owned.count(j), first=j * group)]
-        return [(q, slice(j, j + 1)) for q, j in zip(queries, owned, strict=True)]
+        """Every rank's part of each axis: columns in units of 128, or of less where these are too few; KV heads with
+        their query heads. With more ranks than KV heads, several hold the same one and share its query heads. Raises
+        ValueError naming an axis that cannot be dealt."""
+        ranks, H, group = self.size, c.num_kv_heads, c.num_heads // c.num_kv_heads
+        keys, queries = deal(H, min(ranks, H)), deal(H, min(ranks, H), group)
+        if ranks > H:
+            owned = [r * H // ranks for r in range(ranks)]
+            keys = [slice(j, j + 1) for j in owned]
+            queries = [part for j in range(H) for part in deal(group, owned.count(j), first=j * group)]
+            if not all(map(length, queries)):
+                raise ValueError(f"num_key_value_heads {H}, each of {group} query heads, are too few for {ranks} ranks")
+        cuts = {"heads": queries, "kv_heads": keys}
+        for axis in ("hidden_size", "intermediate_size", "vocab_size"):
+            columns = getattr(c, axis)
+            unit = next((u for u in (128, 64, 32, 16) if -(-columns // u) >= ranks), None)
+            if unit is None:
+                raise ValueError(f"{axis} {columns} is too small for {ranks} ranks of at least 16 columns each")
+            *others, last = deal(-(-columns // unit), ranks, unit)
+            cuts[axis] = [*others, slice(last.start, columns)]
+        return cuts
 
 
 @dataclass
@@ -252,7 +250,7 @@ class Model:
     """A decoder-only transformer over `ops`, or rank `shard.rank`'s part of it.
 
     `weights` maps every Hugging Face tensor name to the view of the (merged) parameter that holds the rank's part of
-    it; `parts` says of which shape the whole tensor is, and which part that is. Loading and random weights write
+    it; `parts` to the shape of the whole tensor and the slices that are the rank's. Loading and random weights write
     through them. num_heads, num_kv_heads: the rank's. Raises ValueError if the shapes cannot be dealt to the ranks.
     """
 
@@ -263,81 +261,72 @@ class Model:
         self.collectives: Collectives | None = None
         self.weights: dict[str, torch.Tensor] = {}
         self.parts: dict[str, tuple[tuple[int, ...], tuple[slice, ...]]] = {}
-        c, D = config, config.head_dim
-        cuts = shard.cuts(c)
-        self.widths = {axis: [part.stop - part.start for part in parts] for axis, parts in cuts.items()}
-        self.head_widths = [heads * D for heads in self.widths["heads"]]
-        self.num_heads, self.num_kv_heads = self.widths["heads"][shard.rank], self.widths["kv_heads"][shard.rank]
+        c, D, cuts = config, config.head_dim, shard.cuts(config)
+        cuts |= {name: [slice(part.start * D, part.stop * D) for part in cuts[name]] for name in ("heads", "kv_heads")}
+        self.widths = {axis: [length(part) for part in parts] for axis, parts in cuts.items()}
         q, kv, hidden, mlp, vocab = (parts[shard.rank] for parts in cuts.values())
-        q, kv = (slice(heads.start * D, heads.stop * D) for heads in (q, kv))
+        self.num_heads, self.num_kv_heads = length(q) // D, length(kv) // D
         q_size, kv_size, by_row = c.num_heads * D, c.num_kv_heads * D, shard.size > 1 and shard.style == "row"
-        everything = slice(0, c.hidden_size)
-        self.embed_tokens = self._parameter(c.hidden_size, everything, [
-            ("model.embed_tokens.weight", c.vocab_size, slice(0, c.vocab_size))])
-        self.layers = []
+        whole = slice(0, c.hidden_size)
 
         def leave(name: str, K: int, part: slice, has_bias: bool) -> Linear:  # a product whose input is sharded
-            rows, columns = (everything, part) if by_row else (hidden, None)
+            rows, columns = (whole, part) if by_row else (hidden, slice(0, K))
             linear = self._linear([(name, c.hidden_size, rows)], K, has_bias, columns)
             return replace(linear, bias=None) if by_row and shard.rank else linear  # one rank's partial holds the bias
 
+        self.embed_tokens = self._parameter(
+            [("model.embed_tokens.weight", (c.vocab_size, c.hidden_size), (slice(0, c.vocab_size), whole))])
+        self.layers = []
         for i in range(c.num_layers):
             attn, ffn = f"model.layers.{i}.self_attn.", f"model.layers.{i}.mlp."
             qkv = [(attn + "q_proj", q_size, q), (attn + "k_proj", kv_size, kv), (attn + "v_proj", kv_size, kv)]
             self.layers.append(Layer(
                 self._norm(f"model.layers.{i}.input_layernorm", c.hidden_size),
-                self._linear(qkv, c.hidden_size, c.qkv_bias),
+                self._linear(qkv, c.hidden_size, c.qkv_bias, whole),
                 self._norm(attn + "q_norm", D) if c.qk_norm else None,
                 self._norm(attn + "k_norm", D) if c.qk_norm else None,
                 leave(attn + "o_proj", q_size, q, c.o_bias),
                 self._norm(f"model.layers.{i}.post_attention_layernorm", c.hidden_size),
                 self._linear([(ffn + name, c.intermediate_size, mlp) for name in ("gate_proj", "up_proj")],
-                             c.hidden_size, c.mlp_bias),
+                             c.hidden_size, c.mlp_bias, whole),
                 leave(ffn + "down_proj", c.intermediate_size, mlp, c.mlp_bias)))
         self.norm = self._norm("model.norm", c.hidden_size)
         self.lm_head = (Linear(self.embed_tokens[vocab], None, leaf_count(c.vocab_size, c.hidden_size))
                         if c.tie_word_embeddings else
-                        self._linear([("lm_head", c.vocab_size, vocab)], c.hidden_size, False))
-        self.head_part = (c.vocab_size, c.hidden_size), (vocab, everything)
+                        self._linear([("lm_head", c.vocab_size, vocab)], c.hidden_size, False, whole))
+        self.head_part = (c.vocab_size, c.hidden_size), (vocab, whole)
         self.cos_sin = rotary_table(c, max_model_len).to(device)
 
-    def _parameter(self, K: int | None, columns: slice | None, parts: list[tuple[str, int, slice]]) -> torch.Tensor:
-        """One tensor [N, K] (or [N]) of the rank's rows and columns, registered in `weights` as consecutive row ranges,
-        one a (checkpoint name, rows of the whole, those that are the rank's)."""
-        counts = [rows.stop - rows.start for _, _, rows in parts]
-        shape = (sum(counts),) if K is None else (sum(counts), columns.stop - columns.start)
-        tensor = torch.empty(shape, dtype=self.ops.weight_dtype(self.dtype), device=self.device)
-        for (name, N, rows), view in zip(parts, tensor.split(counts), strict=True):
-            self.weights[name] = view
-            self.parts[name] = ((N,), (rows,)) if K is None else ((N, K), (rows, columns))
+    def _parameter(self, parts: list[tuple[str, tuple[int, ...], tuple[slice, ...]]]) -> torch.Tensor:
+        """One tensor of the rank's parts of checkpoint tensors (name, whole shape, slices), row range under row range,
+        registered in `weights` and `parts`."""
+        rows = [length(slices[0]) for _, _, slices in parts]
+        tensor = torch.empty((sum(rows), *map(length, parts[0][2][1:])), dtype=self.ops.weight_dtype(self.dtype),
+                             device=self.device)
+        for (name, *part), view in zip(parts, tensor.split(rows), strict=True):
+            self.weights[name], self.parts[name] = view, tuple(part)
         return tensor
 
     def _norm(self, name: str, N: int) -> torch.Tensor:
-        return self._parameter(None, None, [(name + ".weight", N, slice(0, N))])
+        return self._parameter([(name + ".weight", (N,), (slice(0, N),))])
 
-    def _linear(self, parts: list[tuple[str, int, slice]], K: int, has_bias: bool,
-                columns: slice | None = None) -> Linear:
-        def named(kind: str) -> list[tuple[str, int, slice]]:
-            return [(name + kind, N, rows) for name, N, rows in parts]
-
-        weight = self._parameter(K, columns or slice(0, K), named(".weight"))
-        bias = self._parameter(None, None, named(".bias")) if has_bias else None
+    def _linear(self, parts: list[tuple[str, int, slice]], K: int, has_bias: bool, columns: slice) -> Linear:
+        weight = self._parameter([(name + ".weight", (N, K), (rows, columns)) for name, N, rows in parts])
+        bias = self._parameter([(name + ".bias", (N,), (rows,)) for name, N, rows in parts]) if has_bias else None
         return Linear(weight, bias, leaf_count(sum(N for _, N, _ in parts), K))
 
     def connect(self, max_tokens: int, max_rows: int, max_num_seqs: int, one_host: bool) -> None:
-        """Make what the ranks exchange their activations through, for steps of up to `max_tokens`."""
-        c, shard = self.config, self.shard
-        if shard.size == 1:
-            return
-        regions = {LOGITS: ((max_rows, c.vocab_size), torch.float32), DRAWN: ((max_num_seqs,), torch.int64)}
-        wide = max(c.num_heads * c.head_dim, c.intermediate_size)
-        for region, width in ((FIRST, wide), (SECOND, c.hidden_size)):
-            if shard.style == "row":
-                regions[region] = (max_tokens, c.hidden_size), torch.float32
-                regions[TOTALS + region] = (max_tokens, c.hidden_size), self.dtype
-            else:
-                regions[region] = (max_tokens, width), self.dtype
-        self.collectives = make_collectives(shard.rank, shard.size, self.device, regions, one_host)
+        """Let the ranks exchange activations of up to `max_tokens`, the logits of `max_rows`, and drawn tokens."""
+        c, item = self.config, self.dtype.itemsize
+        row = max_tokens * c.hidden_size
+        num_bytes = {LOGITS: max_rows * c.vocab_size * 4, DRAWN: max_num_seqs * 8}
+        if self.shard.style == "row":
+            num_bytes |= {FIRST: row * 4, SECOND: row * 4, TOTALS + FIRST: row * item, TOTALS + SECOND: row * item}
+        else:
+            wide = max(c.num_heads * c.head_dim, c.intermediate_size)
+            num_bytes |= {FIRST: max_tokens * wide * item, SECOND: row * item}
+        if self.shard.size > 1:
+            self.collectives = make_collectives(self.shard.rank, self.shard.size, self.device, num_bytes, one_host)
 
     def forward(self, batch: Batch, kv_cache: torch.Tensor) -> torch.Tensor:
         """Hidden states after the final norm, of `batch.logits_rows`: [num_logits, hidden_size].
@@ -356,7 +345,7 @@ class Model:
             q = ops.rotary_and_cache(qkv, layer.q_norm, layer.k_norm, eps, self.cos_sin, batch.attention, k_cache,
                                      v_cache, self.num_heads)
             attn = ops.paged_attention(q, k_cache, v_cache, batch.attention, c.head_dim**-0.5)
-            hidden_states = self._join(layer.o_proj, attn.flatten(1), self.head_widths, FIRST)
+            hidden_states = self._join(layer.o_proj, attn.flatten(1), self.widths["heads"], FIRST)
             hidden_states = ops.rms_norm(hidden_states, layer.post_attention_layernorm, eps, residual)
             gate_up = self._apply(layer.gate_up_proj, hidden_states)
             hidden_states = self._join(layer.down_proj, ops.silu_and_mul(gate_up),
@@ -367,7 +356,7 @@ class Model:
 
     def logits(self, hidden_states: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """[num_rows, hidden_size] -> [num_rows, vocab_size] fp32, into `out` if given."""
-        if self.shard.size == 1:
+        if self.collectives is None:
             return self._apply(self.lm_head, hidden_states, torch.float32, out)
         logits = self._apply(self.lm_head, hidden_states, torch.float32)
         return self.collectives.gather(logits, self.widths["vocab_size"], LOGITS, out)
@@ -378,7 +367,7 @@ class Model:
 
     def _join(self, linear: Linear, x: torch.Tensor, widths: list[int], region: int) -> torch.Tensor:
         """A product whose input is dealt out by `widths`, and whose output every rank needs whole."""
-        if self.shard.size == 1:
+        if self.collectives is None:
             return self._apply(linear, x)
         if self.shard.style == "row":
             partial = self.collectives.partial(len(x), self.config.hidden_size, region)

@@ -25,27 +25,21 @@ HEADER = 16  # integers before a step's payload: its length, then what the runne
 
 
 class Ranks:
-    """This process's place among `size` ranks: `rank`, and `local_rank` on its host. A rank alone costs nothing.
-
-    Raises ValueError if `size` is not how many ranks torchrun started.
-    """
+    """This process's place among `size` ranks: `rank`, and `local_rank` of `local_size` on its host. A rank alone costs
+    nothing. Raises ValueError if torchrun started another number of ranks."""
 
     def __init__(self, size: int = 1):
         if size < 1:
             raise ValueError(f"tensor_parallel_size must be at least 1, got {size}")
-        env = os.environ
-        self.size = size
-        self.joins = size > 1 and {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= env.keys()
-        if self.joins and int(env["WORLD_SIZE"]) != size:
+        self.joins = size > 1 and {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+        env = os.environ if self.joins else {"RANK": 0, "WORLD_SIZE": size}
+        if int(env["WORLD_SIZE"]) != size:
             raise ValueError(f"tensor_parallel_size is {size}, but torchrun started {env['WORLD_SIZE']} ranks")
-        self.rank = int(env["RANK"]) if self.joins else 0
-        self.local_rank = int(env.get("LOCAL_RANK", self.rank)) if self.joins else 0
-        self.local_size = int(env.get("LOCAL_WORLD_SIZE", size)) if self.joins else size
+        self.size, self.rank = size, int(env["RANK"])
+        self.local_rank, self.local_size = int(env.get("LOCAL_RANK", self.rank)), int(env.get("LOCAL_WORLD_SIZE", size))
         self.children: list[subprocess.Popen] = []
-        self.step_seconds = STEP_SECONDS
-        self.step_began: float | None = None
-        self.closed = threading.Event()
-        self._is_starting, self._end = True, threading.Lock()
+        self.step_seconds, self.step_began = STEP_SECONDS, None
+        self.closed, self._is_starting, self._last_word = threading.Event(), True, threading.Lock()
 
     @contextmanager
     def started(self, options: dict, device: torch.device):
@@ -55,6 +49,7 @@ class Ranks:
             if self.size > 1:
                 self._start(options, device)
             yield
+            self._is_starting = False
         except BaseException as error:
             time.sleep(0.5 if self.children and isinstance(error, RuntimeError) else 0)  # maybe the echo of a death
             obituary = self._obituary()
@@ -62,7 +57,6 @@ class Ranks:
             if isinstance(error, RuntimeError) and obituary:
                 raise ChildProcessError(obituary) from error
             raise
-        self._is_starting = False
 
     def _start(self, options: dict, device: torch.device) -> None:
         if dist.is_initialized():
@@ -74,13 +68,12 @@ class Ranks:
             env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "WORLD_SIZE": self.size,
                    "LOCAL_WORLD_SIZE": self.size, "OMP_NUM_THREADS": max(1, torch.get_num_threads() // self.size)}
             for rank in range(1, self.size):
-                own = os.environ | {k: str(v) for k, v in (env | {"RANK": rank, "LOCAL_RANK": rank}).items()}
-                self.children.append(subprocess.Popen(
-                    [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=own,
-                    start_new_session=True))  # so that Ctrl-C reaches rank 0 alone
-                with suppress(BrokenPipeError):
-                    self.children[-1].stdin.write(json.dumps(options) + "\n")
-                    self.children[-1].stdin.flush()
+                own = {name: str(value) for name, value in (env | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+                self.children.append(child := subprocess.Popen(
+                    [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                    env=os.environ | own, start_new_session=True))  # Ctrl-C then reaches rank 0 alone
+                child.stdin.write(json.dumps(options) + "\n")
+                child.stdin.flush()
         if self.rank == 0:
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         store.set(f"rank {self.rank}", "is here")
@@ -93,44 +86,25 @@ class Ranks:
 
     def least(self, value: int) -> int:
         """The smallest of all ranks' values, on every rank."""
-        if self.size == 1:
-            return value
         values = torch.tensor([value])
-        dist.all_reduce(values, dist.ReduceOp.MIN)
+        if self.size > 1:
+            dist.all_reduce(values, dist.ReduceOp.MIN)
         return int(values)
 
     def send(self, numbers: list[int], payload: np.ndarray) -> None:
         """Hand a step to the other ranks: up to HEADER - 1 integers, and an int32 payload."""
-        header = [payload.size, *numbers]
-        dist.broadcast(torch.tensor(header + [0] * (HEADER - len(header))), 0)
+        dist.broadcast(torch.tensor([payload.size, *numbers] + [0] * (HEADER - 1 - len(numbers))), 0)
         dist.broadcast(torch.from_numpy(payload), 0)
 
     def receive(self) -> tuple[list[int], np.ndarray] | None:
-        """The next step's integers (padded with 0) and payload; None when the engine was closed."""
+        """The next step's integers (padded with 0) and payload; None when rank 0 closed the engine."""
         header = torch.zeros(HEADER, dtype=torch.int64)
         dist.broadcast(header, 0)
-        if not header[0]:
-            return None
         payload = torch.empty(int(header[0]), dtype=torch.int32)
+        if not len(payload):
+            return None
         dist.broadcast(payload, 0)
         return header.tolist()[1:], payload.numpy()
-
-    def close(self, in_step: bool = False) -> None:
-        """End the other ranks. `in_step`: they are in the middle of something, and will not hear a goodbye."""
-        if self.size == 1 or self.closed.is_set():
-            return
-        self.closed.set()
-        if self.joins and self.rank == 0 and not in_step:
-            with suppress(RuntimeError):
-                dist.broadcast(torch.zeros(HEADER, dtype=torch.int64), 0)
-        for child in self.children:
-            child.kill()
-        for child in self.children:
-            child.wait()
-            child.stdin.close()
-            child.stdout.close()
-        if dist.is_initialized() and not in_step:  # NCCL would wait for what will never come
-            dist.destroy_process_group()
 
     def begin(self) -> None:
         """A step begins; its end sets `step_began` to None. RuntimeError if the other ranks are gone."""
@@ -144,8 +118,22 @@ class Ranks:
             self.closed.wait(1.0 if isinstance(error, Exception) else 0.0)  # if a rank died, the watchdog says so
             self.close(in_step=True)
 
+    def close(self, in_step: bool = False) -> None:
+        """End the other ranks. `in_step`: they are in the middle of something, and will not hear a goodbye."""
+        if self.size == 1 or self.closed.is_set():
+            return
+        self.closed.set()
+        if self.joins and self.rank == 0 and not in_step:
+            with suppress(RuntimeError):
+                dist.broadcast(torch.zeros(HEADER, dtype=torch.int64), 0)
+        for child in self.children:
+            child.kill()
+            child.communicate()
+        if dist.is_initialized() and not in_step:  # NCCL would wait for what will never come
+            dist.destroy_process_group()
+
     def _obituary(self) -> str | None:
-        """What happened to the first of the children that has ended."""
+        """What happened to the first of the children that has ended, in its own words if it had any."""
         for rank, child in enumerate(self.children, 1):
             if (code := child.poll()) is not None:
                 said = child.stdout.read().strip()
@@ -154,16 +142,15 @@ class Ranks:
 
     def _watch(self) -> None:
         while not self.closed.wait(0.1):
-            began = self.step_began
-            if began is not None and time.monotonic() - began > self.step_seconds:
+            if (began := self.step_began) is not None and time.monotonic() - began > self.step_seconds:
                 self._give_up(f"a step has not ended in {self.step_seconds:g} seconds: a rank stalls")
             if any(child.poll() is not None for child in self.children):
-                if self._is_starting and self.closed.wait(5.0):  # the main thread could raise it
-                    return
+                if self._is_starting and self.closed.wait(5.0):
+                    return  # the main thread could say it
                 self._give_up(self._obituary())
 
     def _give_up(self, reason: str) -> None:
-        with self._end:  # not given back: the rest of this process may hang on a GPU that waits for ever
+        with self._last_word:  # not given back: the rest of this process may wait for a GPU that waits for ever
             print(f"error: {reason}; all ranks are stopped", file=sys.stderr, flush=True)
             for child in self.children:
                 child.kill()
@@ -171,11 +158,10 @@ class Ranks:
 
 
 def main() -> None:
-    """A rank that was started by rank 0: options on stdin, whose end is rank 0's; the reason of its own end on stdout.
-    """
+    """A rank started by rank 0: options on stdin, which ends when rank 0 does; on stdout, why this one ends."""
     options = json.loads(sys.stdin.readline())
     threading.Thread(target=lambda: (sys.stdin.read(), os._exit(1)), daemon=True).start()
-    report, _ = os.dup(1), os.dup2(2, 1)
+    report, _ = os.dup(1), os.dup2(2, 1)  # whatever else prints goes to stderr
     try:
         from engine import LLM
 

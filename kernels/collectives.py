@@ -5,7 +5,6 @@ give the same bits.
 """
 
 import os
-from math import prod
 
 import torch
 import torch.distributed as dist
@@ -31,8 +30,7 @@ class Collectives:
     def __init__(self, rank: int, size: int):
         self.rank, self.size = rank, size
 
-    def _all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """[size, *x.shape], as bytes: not every backend knows every dtype."""
+    def _all_gather(self, x: torch.Tensor) -> torch.Tensor:  # [size, *x.shape]; as bytes, which every backend knows
         parts = x.new_empty((self.size, *x.shape))
         dist.all_gather(list(parts.view(self.size, -1).view(torch.uint8)), x.contiguous().view(-1).view(torch.uint8))
         return parts
@@ -74,18 +72,15 @@ class Collectives:
         return shares.view(-1)[: partial.numel()].view(partial.shape)
 
 
-def make_collectives(rank: int, size: int, device: torch.device, regions: dict[int, tuple], one_host: bool):
-    """Symmetric memory if all GPUs of the group can use it, else torch.distributed. Blocks until all ranks are here.
-
-    regions: region -> ([*shape], dtype) of the largest tensor that travels there
-    """
-    peers = [peer for peer in range(size) if device.type == "cuda" and peer != device.index]
-    reach = one_host and peers and all(torch.cuda.can_device_access_peer(device, peer) for peer in peers)
-    usable = torch.tensor([bool(reach) and os.environ.get("SAMEBITS_SYMMETRIC_MEMORY") != "0"], dtype=torch.int64)
-    dist.all_reduce(usable, dist.ReduceOp.MIN)
-    if not usable:
+def make_collectives(rank: int, size: int, device: torch.device, num_bytes: dict[int, int], one_host: bool):
+    """By symmetric memory if all ranks' GPUs reach each other (SAMEBITS_SYMMETRIC_MEMORY=0 says no), else through
+    torch.distributed. Waits until all ranks are here. num_bytes: region -> the most that travels there at once."""
+    usable = device.type == "cuda" and one_host and os.environ.get("SAMEBITS_SYMMETRIC_MEMORY") != "0" and all(
+        torch.cuda.can_device_access_peer(device, peer) for peer in range(size) if peer != device.index)
+    agreed = torch.tensor([int(usable)])
+    dist.all_reduce(agreed, dist.ReduceOp.MIN)
+    if not agreed:
         return Collectives(rank, size)
     from kernels.symmetric import SymmetricMemory
 
-    return SymmetricMemory(rank, size, device, {k: prod(shape) * dtype.itemsize for k, (shape, dtype) in
-                                                regions.items()})
+    return SymmetricMemory(rank, size, device, num_bytes)

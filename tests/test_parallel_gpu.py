@@ -69,9 +69,8 @@ def exchange() -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl")
-    most = 1 << 21
-    regions = {region: ((most,), torch.float32) for region in (FIRST, SECOND, LOGITS, TOTALS + FIRST, TOTALS + SECOND)}
-    ours = make_collectives(rank, size, device, regions, True)
+    num_bytes = dict.fromkeys((FIRST, SECOND, LOGITS, TOTALS + FIRST, TOTALS + SECOND), 1 << 23)
+    ours = make_collectives(rank, size, device, num_bytes, True)
     assert ours.name == "symmetric memory"
     for shape in ((1, 16), (1, 48), (3, 80), (7, 4096), (64, 4096), (129, 4096), (333, 576), (500, 4096)):
         for dtype in (torch.bfloat16, torch.float16, torch.float32):

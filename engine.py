@@ -176,13 +176,8 @@ class LLM:
         kind, exchange = self.device.type, self.model.collectives
         return kind if exchange is None else f"{self.ranks.size} x {kind}, by {exchange.name}"
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether the other ranks have been ended, by `close` or by a step that failed: there can be no more steps."""
-        return self.ranks.closed.is_set()
-
     def close(self) -> None:
-        """End the other ranks, if there are any."""
+        """End the other ranks, if there are any: no step can follow."""
         self.ranks.close()
 
     def __enter__(self) -> "LLM":

@@ -260,7 +260,7 @@ class Model:
         self.shard = shard = shard or Shard()
         self.collectives: Collectives | None = None
         self.weights: dict[str, torch.Tensor] = {}
-        self.parts: dict[str, tuple[tuple[int, ...], tuple[slice, ...]]] = {}
+        self.parts: dict[str, tuple[tuple, tuple]] = {}
         c, D, cuts = config, config.head_dim, shard.cuts(config)
         cuts |= {name: [slice(part.start * D, part.stop * D) for part in cuts[name]] for name in ("heads", "kv_heads")}
         self.widths = {axis: [length(part) for part in parts] for axis, parts in cuts.items()}

@@ -122,6 +122,10 @@ class Ranks:
         """End the other ranks. `in_step`: they are in the middle of something, and will not hear a goodbye."""
         if self.size == 1 or self.closed.is_set():
             return
+        if self.rank == 0 and torch.cuda.is_initialized():
+            self.begin()  # the watchdog looks on
+            with suppress(RuntimeError):
+                torch.cuda.synchronize()  # what is under way ends while the others live, and never without them
         self.closed.set()
         if self.joins and self.rank == 0 and not in_step:
             with suppress(RuntimeError):

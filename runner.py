@@ -193,7 +193,7 @@ class Runner:
         tile = self.ops.query_tile(config.num_heads // config.num_kv_heads, config.head_dim * self.kv_cache.itemsize)
         prefill = plan_prefill(offsets, counts, seq_lens, tile)
         is_decode = counts == 1
-        split = (self.ops.split_decode(int(is_decode.sum()), config.num_kv_heads)
+        split = (self.ops.split_decode(int(is_decode.sum()), self.model.num_kv_heads)
                  and bool(is_decode.any()) and int((-(-seq_lens[is_decode] // KV_SPLIT)).sum()) <= MAX_PARTIALS)
         decode, merges = plan_decode(offsets, counts, seq_lens, split)
         grid = (len(prefill), len(decode), len(merges))

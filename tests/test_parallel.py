@@ -23,7 +23,7 @@ from cache import BlockManager
 from engine import LLM
 from kernels import reference, same_bits
 from kernels.collectives import DRAWN, FIRST, LOGITS, SECOND, TOTALS, Collectives
-from model import Model, ModelConfig, Shard
+from model import Linear, Model, ModelConfig, Shard
 from parallel import EXIT_LOST
 from sampler import SamplingParams
 
@@ -80,6 +80,19 @@ def test_what_cannot_be_done_is_refused_by_name(tiny_folder, monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match="torchrun started 3 ranks"):
         LLM(tiny_folder, load_format="dummy", progress=False, tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize("size", [2, 3, 8, 16])
+def test_leaves_are_those_of_the_whole_weight(size):
+    config = ModelConfig.from_dict(QWEN3_8B | {"num_hidden_layers": 1})
+
+    def leaves(shard=None):
+        model = Model(config, kernels.reference_ops(), torch.device("meta"), torch.bfloat16, 64, shard)
+        linears = [part for part in vars(model.layers[0]).values() if isinstance(part, Linear)] + [model.lm_head]
+        return [linear.leaves for linear in linears]
+
+    assert leaves() == [2, 2, 1, 2, 1]
+    assert all(leaves(Shard(rank, size, style)) == leaves() for rank in range(size) for style in ("column", "row"))
 
 
 def test_a_column_has_the_same_bits_wherever_a_shard_puts_it():

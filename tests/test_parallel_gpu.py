@@ -131,3 +131,11 @@ def test_a_rank_that_dies_or_stalls_ends_all(how, said):
 def test_more_ranks_than_gpus(tiny_folder):
     with pytest.raises(ValueError, match=f"torch sees {torch.cuda.device_count()}"):
         engine(tiny_folder, torch.cuda.device_count() + 1, device="cuda", hf_overrides=BIG)
+
+
+def test_ctrl_c_in_the_middle_of_a_step():
+    process = subprocess.Popen([sys.executable, "engine.py", "--tensor-parallel-size", "2", "--prompt", "Once",
+                                "--ignore-eos"], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout.read(1)
+    os.kill(process.pid, signal.SIGINT)
+    assert process.wait(timeout=60) == 130 and process.stderr.read().endswith("interrupted\n")

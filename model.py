@@ -198,8 +198,7 @@ class Shard:
     style: str = "column"
 
     @property
-    def numerics(self) -> str:
-        """What of this decides bits, for the fingerprint: nothing, in column style."""
+    def numerics(self) -> str:  # what of this decides bits
         return f"row of {self.size}" if self.style == "row" and self.size > 1 else "column"
 
     def cuts(self, c: ModelConfig) -> dict[str, list[slice]]:

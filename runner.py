@@ -70,11 +70,8 @@ def pack(shape: Shape, arrays: dict[str, np.ndarray]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Step:
-    """All that a rank needs to run a step's forward pass.
-
-    packed: the buffer of `shape`, of a graph without the dead tail of its work lists; grid: live work items by list
-    slabs: [*, 2] int32, (first row, number of rows) of the prompt logits wanted, of at most LOGITS_SLAB rows each
-    """
+    """All that a rank needs to run a step's forward pass. `packed`: the buffer of `shape`, of a graph without the dead
+    tail of its work lists. `slabs`: [*, 2] int32, (first row, number of rows) of the prompt logits wanted."""
 
     shape: Shape
     grid: tuple[int, int, int]
@@ -132,10 +129,9 @@ class Runner:
         if self.ranks.size > 1:
             self.ranks.send(*step.encode())
         prompt_logprobs: dict[int, list] = {}
-        asking = iter(asked)
 
-        def score(logits: torch.Tensor) -> None:
-            seq, _, targets = next(asking)
+        def score(slab: int, logits: torch.Tensor) -> None:
+            seq, _, targets = asked[slab]
             prompt_logprobs.setdefault(id(seq), []).extend(
                 self._logprobs(logits, torch.tensor(targets, device=self.device), seq.params.prompt_logprobs))
 
@@ -159,16 +155,16 @@ class Runner:
             if step.is_graph or step.shape.num_logits:
                 self._share_drawn()
 
-    def _execute(self, step: Step, score: Callable[[torch.Tensor], None] = lambda logits: None) -> torch.Tensor | None:
-        """The forward pass, on every rank alike. Hands each slab of prompt logits to `score`; returns the logits of the
-        rows that choose a token, if there are any."""
+    def _execute(self, step: Step, score: Callable = lambda slab, logits: None) -> torch.Tensor | None:
+        """The forward pass, on every rank alike. Calls `score` with each slab's number and logits; returns those of
+        the rows that choose a token, if there are any."""
         if step.is_graph:
             return self._run_graph(step)
         batch = self._batch(upload(step.packed, self.device), step.shape, step.grid)
         if len(step.slabs):  # every row may be wanted; otherwise only the last of each sequence goes on to the norm
             hidden_states = self.model.forward(replace(batch, logits_rows=None), self.kv_cache)
-            for row, count in step.slabs.tolist():
-                score(self.model.logits(hidden_states[row : row + count].contiguous()))
+            for slab, (row, count) in enumerate(step.slabs.tolist()):
+                score(slab, self.model.logits(hidden_states[row : row + count].contiguous()))
             hidden_states = hidden_states[batch.logits_rows]
         else:
             hidden_states = self.model.forward(batch, self.kv_cache)

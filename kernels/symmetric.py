@@ -65,7 +65,7 @@ def ordered_sum(parts: tuple[torch.Tensor, ...], outs: tuple[torch.Tensor, ...],
 
 
 class SymmetricMemory(Collectives):
-    """As Collectives, inside CUDA graphs too. num_bytes: of each region. Multicast is never used."""
+    """As Collectives, in CUDA graphs too. num_bytes: region -> its length. Multicast is never used."""
 
     name, in_place = "symmetric memory", True
 
@@ -80,15 +80,14 @@ class SymmetricMemory(Collectives):
         self.buffer = symmetric_memory.empty(end, dtype=torch.uint8, device=device)
         self.handle = symmetric_memory.rendezvous(self.buffer, dist.group.WORLD.group_name)
         buffers = [self.handle.get_buffer(peer, (end,), torch.uint8) for peer in range(size)]
-        self.regions = {region: [b[start : start + num_bytes[region]] for b in buffers]
+        self.regions = {region: [b[start : start + -(-num_bytes[region] // 16) * 16] for b in buffers]
                         for region, start in starts.items()}
         self.typed: dict[tuple, tuple[torch.Tensor, ...]] = {}
 
     def _peers(self, region: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """The region on every rank, in rank order, as flat tensors."""
         if (region, dtype) not in self.typed:
-            self.typed[region, dtype] = tuple(b[: len(b) // dtype.itemsize * dtype.itemsize].view(dtype)
-                                              for b in self.regions[region])
+            self.typed[region, dtype] = tuple(b.view(dtype) for b in self.regions[region])
         return self.typed[region, dtype]
 
     def _own(self, M: int, N: int, region: int, dtype: torch.dtype) -> torch.Tensor:

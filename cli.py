@@ -49,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
             add("--" + name, default=argparse.SUPPRESS, help=text, **takes)
     parser.set_defaults(max_tokens=512)  # the library's is the room left
 
-    add = parser.add_argument_group("engine", "None changes an answer, but where it is cut off.").add_argument
+    add = parser.add_argument_group("engine", "None changes an answer, but its end, or --tp-style.").add_argument
     add("--schedule", choices=["auto", "reference"], default="auto", help="reference: one fixed kernel configuration")
     add("--max-model-len", type=int, metavar="N", help="longest prompt + output (default: what model and cache allow)")
     add("--max-num-seqs", type=int, default=256, metavar="N", help="most sequences in a step (default: %(default)s)")
@@ -58,6 +58,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--num-gpu-blocks-override", type=int, metavar="N", help="size of the KV cache in blocks of 64 tokens")
     add("--no-enable-prefix-caching", dest="enable_prefix_caching", action="store_false")
     add("--enforce-eager", action="store_true", help="no CUDA graphs")
+    add("--tensor-parallel-size", type=int, default=1, metavar="N", help="ranks, one a GPU, that share the model")
+    add("--tp-style", choices=["column", "row"], default="column", help="row: half the exchanges, other bits each N")
 
     add = parser.add_argument_group("output").add_argument
     add("--json", action="store_true", help="one JSON object a completion: text, ids, logprobs (only shown here)")
@@ -129,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"error: prompt {i}: {output.error}", file=sys.stderr)
     took = time.perf_counter() - loaded
     count = sum(len(out.token_ids) for output in outputs for out in output.outputs)
-    print(f"{count} tokens in {took:.2f} s: {count / took:.1f} tokens/s on {llm.device.type} "
+    print(f"{count} tokens in {took:.2f} s: {count / took:.1f} tokens/s on {llm.hardware} "
           f"(start {loaded - start:.1f} s)", file=sys.stderr)
     return 1 if any(output.error for output in outputs) else 0
 

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from kernels import Ops, same_bits, upload
 from kernels.tiles import KV_TILE, leaf_count
 from model import ModelConfig, rotary_table
-from runner import Runner, pack
+from runner import Runner
 
 ROTATE = 200_000_000  # bytes of inputs that a timing walks through: four times the L2 of an H200
 
@@ -143,14 +143,14 @@ def linear_cases(config: ModelConfig, ops: Ops, dtype: torch.dtype, device: torc
 
 def planned_work(config: ModelConfig, ops: Ops, cache: torch.Tensor, num_seqs: int, computed: int, scheduled: int):
     """The AttentionWork that the engine plans for a step of `num_seqs` alike sequences over the pages of `cache`."""
-    runner = Runner(SimpleNamespace(config=config, device=cache.device), ops, cache, 1, KV_TILE, True)
+    model = SimpleNamespace(config=config, device=cache.device, collectives=None, num_kv_heads=config.num_kv_heads)
+    runner = Runner(model, ops, cache, 1, KV_TILE, True)
     pages = -(-(computed + scheduled) // KV_TILE)
     seqs = [SimpleNamespace(num_computed_tokens=computed, num_scheduled_tokens=scheduled,
-                            token_ids=[0] * (computed + scheduled),
+                            samples_this_step=False, token_ids=[0] * (computed + scheduled),
                             block_table=list(range(i * pages, (i + 1) * pages))) for i in range(num_seqs)]
-    shape, arrays, grid = runner._plan(seqs)
-    buffer, offsets = pack(shape, arrays)
-    return runner._batch(upload(buffer, cache.device), offsets, shape, grid).attention
+    step = runner._plan(seqs)
+    return runner._batch(upload(step.packed, cache.device), step.shape, step.grid).attention
 
 
 def attention_cases(config: ModelConfig, ops: Ops, dtype: torch.dtype, device: torch.device, sizes) -> Iterator[Case]:

@@ -86,12 +86,12 @@ def library(ops: Ops, programs: int | None = None):
         plan, graphs, config = runner._plan, defaultdict(dict), runner.model.config
         tile = ops.query_tile(config.num_heads // config.num_kv_heads, config.head_dim * runner.kv_cache.itemsize)
 
-        def planned(seqs):
+        def planned(seqs, slabs=()):
             split = chosen["split"] = split_for(seqs, tile, config.num_kv_heads)
             runner.graphs = graphs[split]
             work_module.KV_SPLIT = runner_module.KV_SPLIT = split
             try:
-                return plan(seqs)
+                return plan(seqs, slabs)
             finally:
                 work_module.KV_SPLIT = runner_module.KV_SPLIT = KV_SPLIT
 

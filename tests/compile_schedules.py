@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from kernels import activation, attention, embedding, linear, logprobs, norm, rotary, sample, tiles
+from kernels import activation, attention, embedding, linear, logprobs, norm, rotary, sample, symmetric, tiles
 from kernels.work import ITEM_FIELDS, MERGE_FIELDS, AttentionWork
 
 TARGETS = {"sm_80": GPUTarget("cuda", 80, 32), "sm_90": GPUTarget("cuda", 90, 32), "sm_100": GPUTarget("cuda", 100, 32),
@@ -41,6 +41,9 @@ def source(kernel: JITFunction, bound: dict) -> tuple[ASTSource, dict]:
             signature[param.name], constants[param.name] = "constexpr", value
         elif isinstance(value, TensorDescriptor):
             signature[param.name] = f"tensordesc<{TYPES[value.base.dtype][1:]}{list(value.block_shape)}>"
+        elif isinstance(value, tuple):  # of tensors
+            signature[param.name] = tuple(TYPES[one.dtype] for one in value)
+            attributes |= {(i, j): [["tt.divisibility", 16]] for j in range(len(value))}
         elif isinstance(value, torch.Tensor):
             signature[param.name] = TYPES[value.dtype]
             attributes[(i,)] = [["tt.divisibility", 16]]
@@ -67,6 +70,11 @@ def launch_table(table: tiles.Schedules, rows: int) -> None:
     norm.rms_norm(meta(rows, 4096), meta(4096), 1e-6, meta(rows, 4096))
     activation.silu_and_mul(meta(rows, 24576))
     embedding.embedding(meta(rows, dtype=torch.int32), meta(151936, 4096), meta(rows, dtype=torch.int64))
+    for dtype, width in ((torch.bfloat16, 2048), (torch.float32, 51), (torch.int64, 256)):
+        symmetric.push(meta(rows, width, dtype=dtype), (meta(rows * 4096, dtype=dtype),) * 8, 2048, 4096)
+    for size, outs in ((2, 1), (8, 8)):
+        n = rows * 4096
+        symmetric.ordered_sum((meta(n, dtype=torch.float32),) * size, (meta(n),) * outs, 0, n)
     ints = meta(rows, dtype=torch.int32)
     work = AttentionWork(ints, ints, meta(rows, 4, dtype=torch.int32), meta(1, ITEM_FIELDS, dtype=torch.int32),
                          meta(rows, ITEM_FIELDS, dtype=torch.int32), meta(rows, MERGE_FIELDS, dtype=torch.int32),

@@ -97,7 +97,7 @@ class Schedules:
 
     `linear` maps an upper bound of M, smallest first, to the schedules of a sum of one leaf, of a chain (whose two
     accumulators need a smaller tile) and, if there is a third, of products that would give a multiprocessor more than
-    one program but fewer than two: narrow tiles even that out.
+    one program but fewer than two: other tiles even that out.
     `decode` has the schedules of up to `decode_programs` programs of attention, and of more.
     """
 
@@ -111,10 +111,10 @@ class Schedules:
         """The schedule for M rows of a weight [N, K]. fp32 products run on plain cores and keep to one small tile."""
         if dtype_bytes == 4:
             return FP32
-        one, chain, *narrow = next(found for bound, *found in self.linear if bound >= M)
+        one, chain, *even = next(found for bound, *found in self.linear if bound >= M)
         chosen = chain if leaves > 1 else one
-        crowded = 1 < -(-N // chosen.BLOCK_N) * leaves / chosen.programs < 2
-        return narrow[0] if narrow and crowded else chosen
+        crowded = 1 < -(-M // chosen.BLOCK_M) * -(-N // chosen.BLOCK_N) * leaves / chosen.programs < 2
+        return even[0] if even and crowded else chosen
 
     def attention_for(self, row_bytes: int) -> tuple[tuple[AttentionSchedule, AttentionSchedule], AttentionSchedule]:
         """(decode, prefill) for rows of head_dim x itemsize bytes. Wide rows (fp32, or head_dim 256) keep to one small

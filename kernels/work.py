@@ -61,14 +61,15 @@ def plan_decode(query_starts, query_lens, seq_lens, slots: int) -> tuple[np.ndar
     """(items, merges), int32, of the sequences with one query token.
 
     slots: items that run at once. The splits are dealt out in runs of about equal length, one a slot, longest first;
-        0 gives each sequence one item, and nothing to merge.
+        0 gives each sequence one item, longest first, and nothing to merge.
     """
     seqs = np.flatnonzero(np.asarray(query_lens) == 1).astype(np.int32)
     tokens = np.asarray(query_starts, np.int32)[seqs]
     splits = -(-np.asarray(seq_lens, np.int32)[seqs] // KV_SPLIT)
     one = np.ones_like(seqs)
     if not slots:
-        return np.stack([seqs, tokens, one, 0 * one, splits, -one], 1), np.empty((0, MERGE_FIELDS), np.int32)
+        items = np.stack([seqs, tokens, one, 0 * one, splits, -one], 1)
+        return items[np.argsort(-splits, kind="stable")], np.empty((0, MERGE_FIELDS), np.int32)
     first_row = np.cumsum(splits, dtype=np.int32) - splits
     run = max(1, -(-int(splits.sum()) // slots))
     runs = -(-splits // run)

@@ -287,7 +287,7 @@ class Model:
                 leave(attn + "o_proj", q_size, q, c.o_bias),
                 self._norm(f"model.layers.{i}.post_attention_layernorm", c.hidden_size),
                 self._linear([(ffn + name, c.intermediate_size, mlp) for name in ("gate_proj", "up_proj")],
-                             c.hidden_size, c.mlp_bias, whole),
+                             c.hidden_size, c.mlp_bias, whole, in_turn=True),
                 leave(ffn + "down_proj", c.intermediate_size, mlp, c.mlp_bias)))
         self.norm = self._norm("model.norm", c.hidden_size)
         self.lm_head = (Linear(self.embed_tokens[vocab], None, leaf_count(c.vocab_size, c.hidden_size))
@@ -296,22 +296,25 @@ class Model:
         self.head_part = (c.vocab_size, c.hidden_size), (vocab, whole)
         self.cos_sin = rotary_table(c, max_model_len).to(device)
 
-    def _parameter(self, parts: list[tuple[str, tuple[int, ...], tuple[slice, ...]]]) -> torch.Tensor:
+    def _parameter(self, parts: list[tuple[str, tuple[int, ...], tuple[slice, ...]]], in_turn=False) -> torch.Tensor:
         """One tensor of the rank's parts of checkpoint tensors (name, whole shape, slices), row range under row range,
-        registered in `weights` and `parts`."""
+        or a row of each in turn; registered in `weights` and `parts`."""
         rows = [length(slices[0]) for _, _, slices in parts]
         tensor = torch.empty((sum(rows), *map(length, parts[0][2][1:])), dtype=self.ops.weight_dtype(self.dtype),
                              device=self.device)
-        for (name, *part), view in zip(parts, tensor.split(rows), strict=True):
+        views = tensor.unflatten(0, (-1, len(parts))).unbind(1) if in_turn else tensor.split(rows)
+        for (name, *part), view in zip(parts, views, strict=True):
             self.weights[name], self.parts[name] = view, tuple(part)
         return tensor
 
     def _norm(self, name: str, N: int) -> torch.Tensor:
         return self._parameter([(name + ".weight", (N,), (slice(0, N),))])
 
-    def _linear(self, parts: list[tuple[str, int, slice]], K: int, has_bias: bool, columns: slice) -> Linear:
-        weight = self._parameter([(name + ".weight", (N, K), (rows, columns)) for name, N, rows in parts])
-        bias = self._parameter([(name + ".bias", (N,), (rows,)) for name, N, rows in parts]) if has_bias else None
+    def _linear(self, parts: list[tuple[str, int, slice]], K: int, has_bias: bool, columns: slice,
+                in_turn: bool = False) -> Linear:
+        weight = self._parameter([(name + ".weight", (N, K), (rows, columns)) for name, N, rows in parts], in_turn)
+        biases = [(name + ".bias", (N,), (rows,)) for name, N, rows in parts]
+        bias = self._parameter(biases, in_turn) if has_bias else None
         return Linear(weight, bias, leaf_count(sum(N for _, N, _ in parts), K))
 
     def connect(self, max_tokens: int, max_rows: int, max_num_seqs: int, one_host: bool) -> None:
@@ -346,9 +349,9 @@ class Model:
             attn = ops.paged_attention(q, k_cache, v_cache, batch.attention, c.head_dim**-0.5)
             hidden_states = self._join(layer.o_proj, attn.flatten(1), self.widths["heads"], FIRST)
             hidden_states = ops.rms_norm(hidden_states, layer.post_attention_layernorm, eps, residual)
-            gate_up = self._apply(layer.gate_up_proj, hidden_states)
-            hidden_states = self._join(layer.down_proj, ops.silu_and_mul(gate_up),
-                                       self.widths["intermediate_size"], SECOND)
+            gate_up = layer.gate_up_proj
+            hidden_states = ops.gated_linear(hidden_states, gate_up.weight, gate_up.bias, gate_up.leaves, self.dtype)
+            hidden_states = self._join(layer.down_proj, hidden_states, self.widths["intermediate_size"], SECOND)
         if batch.logits_rows is not None:
             hidden_states, residual = hidden_states[batch.logits_rows], residual[batch.logits_rows]
         return ops.rms_norm(hidden_states, self.norm, eps, residual)

@@ -191,7 +191,7 @@ class Runner:
         # Splits are dealt out where a sequence alone would take much longer than its share of all the work.
         splits = -(-seq_lens[counts == 1] // KV_SPLIT)
         walkers = self.ops.decode_programs // self.model.num_kv_heads
-        share = max(1.0, 1.2 * splits.sum() / max(1, walkers))
+        share = max(2.0, 1.2 * splits.sum() / max(1, walkers))
         split = bool(walkers > 0 and splits.max(initial=0) > share and splits.sum() <= MAX_PARTIALS)
         decode, merges = plan_decode(offsets, counts, seq_lens, walkers if split else 0)
         grid = (len(prefill), len(decode), len(merges))

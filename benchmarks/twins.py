@@ -27,6 +27,10 @@ def kv_split(num_seqs: int) -> int:
     return KV_TILE if num_seqs <= 8 else 2 * KV_TILE if num_seqs <= 64 else 4 * KV_TILE
 
 
+def gated(ops: Ops, linear):
+    return lambda *args: ops.silu_and_mul(linear(*args))
+
+
 def batch_dependent(ops: Ops) -> Ops:
     """`ops` with K and KV split counts that follow the batch."""
 
@@ -51,7 +55,8 @@ def batch_dependent(ops: Ops) -> Ops:
         work = replace(work, prefill_items=items[0], decode_items=items[1], host_plans={})
         return ops.paged_attention(q, k_cache, v_cache, work, scale, kv_split=split)
 
-    return replace(ops, linear=linear, paged_attention=paged_attention, decode_programs=0)
+    return replace(ops, linear=linear, gated_linear=gated(ops, linear), paged_attention=paged_attention,
+                   decode_programs=0)
 
 
 WHOLE = 1 << 20  # keys a split that no sequence fills: attention then has one split, and nothing to merge
@@ -97,4 +102,4 @@ def library(ops: Ops, programs: int | None = None):
 
         runner._plan = planned
 
-    return replace(ops, linear=linear, paged_attention=paged_attention), fit
+    return replace(ops, linear=linear, gated_linear=gated(ops, linear), paged_attention=paged_attention), fit

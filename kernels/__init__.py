@@ -9,6 +9,7 @@ order:` (numerics, fixed) and its `Schedule:` (what may follow the batch without
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ class Ops:
     embedding: Callable
     rms_norm: Callable
     linear: Callable
+    gated_linear: Callable
     rotary_and_cache: Callable
     silu_and_mul: Callable
     paged_attention: Callable
@@ -61,10 +63,9 @@ def make_ops(device: torch.device, schedule: str = "auto") -> Ops:
 def reference_ops() -> Ops:
     from kernels import reference as ref
 
-    return Ops("reference", lambda dtype: torch.float32, ref.embedding, ref.rms_norm, ref.linear, ref.rotary_and_cache,
-               ref.silu_and_mul, ref.paged_attention, ref.logprobs, ref.argmax, ref.sample,
-               query_tile=lambda group, row_bytes: max(16, group) // group,
-               decode_programs=0)
+    return Ops("reference", lambda dtype: torch.float32, ref.embedding, ref.rms_norm, ref.linear, ref.gated_linear,
+               ref.rotary_and_cache, ref.silu_and_mul, ref.paged_attention, ref.logprobs, ref.argmax, ref.sample,
+               query_tile=lambda group, row_bytes: max(16, group) // group, decode_programs=0)
 
 
 def triton_ops(device: torch.device, schedule: str = "auto", table=None) -> Ops:
@@ -76,9 +77,9 @@ def triton_ops(device: torch.device, schedule: str = "auto", table=None) -> Ops:
         table = tiles.schedules(schedule, capability)
     arrived = torch.zeros(16384, dtype=torch.int32, device=device)  # arrival counters of split sums
 
-    def run_linear(x, weight, bias, leaves, out_dtype, out=None):
+    def run_linear(x, weight, bias, leaves, out_dtype, out=None, gated=False):
         chosen = table.linear_for(x.shape[0], weight.shape[0], leaves, x.element_size())
-        return linear.linear(x, weight, bias, leaves, out_dtype, chosen, arrived, out)
+        return linear.linear(x, weight, bias, leaves, out_dtype, chosen, arrived, out, gated)
 
     def run_attention(q, k_cache, v_cache, work, scale, **options):
         decode, prefill = table.attention_for(q.shape[2] * q.element_size())
@@ -87,7 +88,7 @@ def triton_ops(device: torch.device, schedule: str = "auto", table=None) -> Ops:
 
     return Ops(
         "triton", lambda dtype: dtype, lambda ids, weight, dtype, drawn: embedding.embedding(ids, weight, drawn),
-        norm.rms_norm, run_linear, rotary.rotary_and_cache, activation.silu_and_mul,
+        norm.rms_norm, run_linear, partial(run_linear, gated=True), rotary.rotary_and_cache, activation.silu_and_mul,
         run_attention, logprobs.logprobs, sample.argmax, sample.sample,
         query_tile=lambda group, row_bytes: max(table.attention_for(row_bytes)[1].BLOCK_M, group) // group,
         decode_programs=table.decode_programs)

@@ -81,8 +81,12 @@ def linear(x, weight, bias, leaves, out_dtype, out=None):
     return total.to(out_dtype) if out is None else out.copy_(total)
 
 
+def gated_linear(*args):
+    return silu_and_mul(linear(*args))
+
+
 def silu_and_mul(gate_up):
-    gate, up = gate_up.float().chunk(2, dim=1)
+    gate, up = gate_up.float().unflatten(1, (-1, 2)).unbind(2)
     return (gate / by_lanes(torch.exp, -gate).add_(1.0)).mul_(up).to(gate_up.dtype)
 
 

@@ -67,6 +67,8 @@ def launch_table(table: tiles.Schedules, rows: int) -> None:
                       table.linear_for(rows, N, leaves), arrived)
     linear.linear(meta(rows, 576, dtype=torch.float32), meta(960, 576, dtype=torch.float32), None, 1, torch.float32,
                   table.linear_for(rows, 960, 1, 4), arrived)
+    linear.linear(meta(rows, 4096), meta(24576, 4096), None, 1, torch.bfloat16, table.linear_for(rows, 24576, 1),
+                  arrived, gated=True)
     norm.rms_norm(meta(rows, 4096), meta(4096), 1e-6, meta(rows, 4096))
     activation.silu_and_mul(meta(rows, 24576))
     embedding.embedding(meta(rows, dtype=torch.int32), meta(151936, 4096), meta(rows, dtype=torch.int64))

@@ -87,8 +87,20 @@ def test_rms_norm_fused_is_unfused(ops, dtype):
 
 def test_silu_and_mul(ops, dtype):
     x = random(ops, 3, 2 * 101, dtype=dtype, scale=4.0)
-    gate, up = x.double().chunk(2, 1)
+    gate, up = x.double().unflatten(1, (-1, 2)).unbind(2)
     close(ops.silu_and_mul(x), gate / (1 + (-gate).exp()) * up, dtype)
+
+
+@pytest.mark.parametrize("tma", [False, True])
+@pytest.mark.parametrize("leaves, N, bias", [(1, 2 * 101, True), (2, 2 * 160, False)])
+def test_gated_linear_is_silu_and_mul_of_linear(ops, dtype, leaves, N, bias, tma):
+    if ops.name == "triton" and tma:
+        schedule = tiles.LinearSchedule(16, 64, 64, 4, 3, split=True, tma=True)
+        ops = kernels.triton_ops(DEVICE, table=replace(tiles.CONSERVATIVE, linear=((tiles.ANY, schedule, schedule),)))
+    x, w = random(ops, 5, 256, dtype=dtype, seed=1), random(ops, N, 256, dtype=dtype, seed=2)
+    b = random(ops, N, dtype=dtype, seed=3) if bias else None
+    expected = ops.silu_and_mul(ops.linear(x, w, b, leaves, dtype))
+    assert same_bits(ops.gated_linear(x, w, b, leaves, dtype), expected)
 
 
 def test_embedding(ops, dtype):

@@ -308,7 +308,7 @@ def row_twin(cuts: dict[int, list[int]]) -> kernels.Ops:
                  for i, (a, w) in enumerate(zip(x.split(each, 1), weight.split(each, 1), strict=True))]
         return ordered(parts, out_dtype)
 
-    return replace(ops, linear=linear)
+    return replace(ops, linear=linear, gated_linear=lambda *args: ops.silu_and_mul(linear(*args)))
 
 
 @pytest.mark.parametrize("size, cuts", [(2, {192: [128, 64], 96: [64, 32]}), (3, {192: [64] * 3, 96: [32] * 3})])

@@ -57,6 +57,7 @@ class Check:
 
 def check_linear(device, dtype, schedules: list[LinearSchedule], K: int) -> Iterator[Check]:
     """Each schedule at each number of rows against the reference schedule on all rows at once."""
+    from kernels.activation import silu_and_mul
     from kernels.linear import linear
 
     arrived = torch.zeros(16384, dtype=torch.int32, device=device)
@@ -69,6 +70,8 @@ def check_linear(device, dtype, schedules: list[LinearSchedule], K: int) -> Iter
             for schedule in schedules:
                 same = all(same_bits(linear(x[:m], w, None, leaves, out, schedule, arrived), expected[out][:m])
                            for m in ROWS for out in expected)
+                plain = linear(x, w, None, leaves, dtype, schedule, arrived)
+                same &= same_bits(linear(x, w, None, leaves, dtype, schedule, arrived, gated=True), silu_and_mul(plain))
                 yield Check("linear", f"{dtype}, K={K}, {leaves} leaves, {kind}, {schedule}", same)
 
 

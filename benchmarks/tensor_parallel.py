@@ -133,7 +133,7 @@ def main() -> int:
         return 2
     command = shlex.join(["python", "benchmarks/tensor_parallel.py", *sys.argv[1:]])
     result = {"env": {"GPU": torch.cuda.get_device_name(), "gpus": torch.cuda.device_count(), "command": command,
-                      "torch": torch.__version__, "python": platform.python_version()}, "model": args.model}
+                      "torch": torch.__version__, "python": platform.python_version()}}
     if args.what == "exchanges":
         for size in args.sizes:
             done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
@@ -141,7 +141,8 @@ def main() -> int:
             result[f"{size} GPUs"] = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
             print(done.stdout, end="")
     else:
-        result["engines"], first = [], None
+        result |= {"model": args.model, "engines": []}
+        first = None
         for size in args.sizes:
             for style in args.styles if size > 1 else args.styles[:1]:
                 figures, found = measure(args.model, size, style, args.batch, args.prefill)

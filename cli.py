@@ -133,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"  {name:12s}{value}")
         return 0
     if args.selfcheck:
-        from tools.selfcheck import selfcheck
+        from tools.selfcheck_serving import selfcheck  # a tool: no other run needs it
 
         return selfcheck(llm)
     if args.verify:

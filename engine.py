@@ -160,11 +160,15 @@ class LLM:
         self._next_id = 0
 
     @cached_property
-    def fingerprint(self) -> str:
-        """Names everything that may change bits (receipts.py). Reads the weight files once, the first time."""
+    def fingerprint_parts(self) -> dict:
+        """Everything that may change bits, by name (receipts.py). Reads the weight files once, the first time."""
         weights = "dummy" if self.load_format == "dummy" else receipts.weight_digest(self.folder)
-        parts = receipts.fingerprint_parts(self.config, self.ops, self.device, self.dtype, weights)
-        return receipts.fingerprint(parts | {"tp_style": self.shard.numerics})
+        return receipts.fingerprint_parts(self.config, self.ops, self.device, self.dtype, weights, self.shard.numerics,
+                                          self.eos_token_ids)
+
+    @property
+    def fingerprint(self) -> str:
+        return receipts.fingerprint(self.fingerprint_parts)
 
     @property
     def hardware(self) -> str:
@@ -206,13 +210,13 @@ class LLM:
             self._next_id += 1
             request_id = f"req-{self._next_id}"
         seed = params.seed if params.seed is not None else secrets.randbits(53)
-        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
         output = RequestOutput(request_id, prompt if isinstance(prompt, str) else None, token_ids, params)
         request = Request(output, [], [])
         for index in range(params.n):
             own = params if index == 0 else replace(params, prompt_logprobs=None)
             seq = Sequence(list(token_ids), own, completion_seed(seed, index),
-                           0 if score_only else min(params.max_tokens or room, room), ends, cache_salt)
+                           0 if score_only else min(params.max_tokens or room, room), self.end_tokens(params),
+                           cache_salt)
             if own.prompt_logprobs is not None:
                 seq.prompt_logprobs = [None]
             output.outputs.append(CompletionOutput(index, seq.seed, logprobs=None if params.logprobs is None else [],
@@ -298,6 +302,9 @@ class LLM:
     @property
     def has_unfinished_requests(self) -> bool:
         return self.scheduler.has_work
+
+    def end_tokens(self, params: SamplingParams) -> frozenset[int]:
+        return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
 
     def _encode(self, prompt: str | list[int], add_special_tokens: bool) -> list[int]:
         if isinstance(prompt, str):
@@ -440,6 +447,14 @@ class LLM:
         params = SamplingParams(temperature=0.0, prompt_logprobs=0)
         output = self.generate([before + after], params, score_only=True)[0]
         return [logprob for logprob, _ in output.prompt_logprobs[len(before) :]]
+
+    def receipt(self, output: RequestOutput, index: int = 0, trace: bool = False) -> dict:
+        """Receipt of a finished completion that was asked for logprobs; `trace`: with a digest of every op's output."""
+        return receipts.make_receipt(self, output, index, trace)
+
+    def verify(self, receipt: dict) -> receipts.Verdict:
+        """Replay a receipt in one prefill. ValueError if it is none, or cannot be run here."""
+        return receipts.verify(self, receipt)
 
 
 def pick_device(name: str, ranks: Ranks | None = None) -> torch.device:

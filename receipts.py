@@ -1,46 +1,71 @@
-"""Which arithmetic an answer came from: the fingerprint.
+"""Which arithmetic an answer came from (the fingerprint), and proof that it did (receipts).
 
-`output bits = f(weights, prompt ids, sampling params, seed, fingerprint)`. Whatever may change bits is a part of it;
-nothing that may not (batch, ports, cache, restarts) is.
+`output bits = f(weights, prompt ids, sampling params, seed, fingerprint)`. Whatever may change bits is a part of the
+fingerprint; nothing that may not (batch, ports, cache, restarts) is.
+
+A receipt states both sides of that equation for one completion, one JSON object a line. Since prefill and decode give
+the same bits, it is checked in one prefill over prompt and completion: every token is drawn again from its own logits.
+A receipt's digest is a checksum and no signature; what cannot be forged is the replay.
 """
 
 import hashlib
 import json
 import platform
 import re
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
+import sampler
 from checkpoint import Checkpoint
 from kernels import Ops
 from kernels.tiles import numerics_hash
-from model import ModelConfig
+from model import Model, ModelConfig
+from runner import StepOutput
+from sampler import SamplingParams
 
 DIGEST_FILE = ".samebits-digest.json"
+VERSION = 1
+FIELDS = {"version": int, "fingerprint": str, "parts": dict, "prompt_token_ids": list, "params": dict, "seed": int,
+          "token_ids": list, "logprobs": list, "text": str, "finish_reason": str, "stop_reason": (str, int, type(None)),
+          "seconds": float, "digest": str}
+LAYER_OPS = ("input_layernorm", "qkv_proj", "rotary_and_cache", "paged_attention", "o_proj", "post_attention_layernorm",
+             "gate_up_proj", "silu_and_mul", "down_proj")  # in the order of Model.forward
+
+
+def file_digest(file: Path) -> str:
+    """sha256 of a file, in hex. The Hub's cache names a large file by it: nothing is read then."""
+    blob = file.resolve()
+    if blob.parent.name == "blobs" and re.fullmatch("[0-9a-f]{64}", blob.name):
+        return blob.name
+    digest, shown = hashlib.sha256(), {"total": file.stat().st_size, "desc": f"digest of {file.name}", "leave": False}
+    with open(file, "rb") as raw, tqdm.wrapattr(raw, "read", **shown) as stream:
+        while chunk := stream.read(1 << 24):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def weight_digest(folder: Path) -> str:
-    """sha256 over the safetensors files, 16 hex digits; cached beside the model by each file's size and time."""
+    """sha256 over names and sha256s of the safetensors files, 16 hex digits; cached beside the model by each file's
+    size and time."""
     files = Checkpoint(folder).files
     stamp = {f.name: [f.stat().st_size, f.stat().st_mtime_ns] for f in files}
     cached = folder / DIGEST_FILE
     with suppress(OSError, ValueError, KeyError):  # there is none yet, or it is broken
         known = json.loads(cached.read_text())
-        if known["files"] == stamp:
+        if known["stamp"] == stamp:
             return known["digest"]
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(file.name.encode())
-        shown = {"total": stamp[file.name][0], "desc": f"digest of {file.name}", "leave": False}
-        with open(file, "rb") as raw, tqdm.wrapattr(raw, "read", **shown) as stream:
-            while chunk := stream.read(1 << 24):
-                digest.update(chunk)
+    digest = hashlib.sha256(json.dumps([[f.name, file_digest(f)] for f in files]).encode()).hexdigest()[:16]
     with suppress(OSError):  # a read-only folder: computed again next time
-        cached.write_text(json.dumps({"files": stamp, "digest": digest.hexdigest()[:16]}))
-    return digest.hexdigest()[:16]
+        cached.write_text(json.dumps({"stamp": stamp, "digest": digest}))
+    return digest
 
 
 def processor_kind() -> str:
@@ -50,11 +75,12 @@ def processor_kind() -> str:
     return found[1] if found else platform.processor() or platform.machine()
 
 
-def fingerprint_parts(config: ModelConfig, ops: Ops, device: torch.device, dtype: torch.dtype, weights: str) -> dict:
-    """Everything that may change bits, by name."""
-    parts = {"numerics": numerics_hash(), "dtype": str(dtype).removeprefix("torch."), "tp_style": "column",
+def fingerprint_parts(config: ModelConfig, ops: Ops, device: torch.device, dtype: torch.dtype, weights: str,
+                      tp_style: str = "column", end_token_ids: frozenset[int] = frozenset()) -> dict:
+    """Everything that may change bits, by name. (min_tokens bans the end tokens, so they are among it.)"""
+    parts = {"numerics": numerics_hash(), "dtype": str(dtype).removeprefix("torch."), "tp_style": tp_style,
              "backend": ops.name, "torch": torch.__version__.split("+")[0], "weights": weights,
-             "config": hashlib.sha256(repr(config).encode()).hexdigest()[:16]}
+             "config": hashlib.sha256(repr(config).encode()).hexdigest()[:16], "end_tokens": sorted(end_token_ids)}
     if device.type == "cuda":
         import triton
 
@@ -65,3 +91,230 @@ def fingerprint_parts(config: ModelConfig, ops: Ops, device: torch.device, dtype
 def fingerprint(parts: dict) -> str:
     """"sb1-" and 20 hex digits of the sha256 of the parts."""
     return "sb1-" + hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]
+
+
+def hex_words(logprobs: list[float]) -> list[str]:
+    """The bits of each fp32 logprob as 8 hex digits."""
+    return [f"{word:08x}" for word in np.array(logprobs, np.float32).view(np.uint32).tolist()]
+
+
+def receipt_digest(receipt: dict) -> str:
+    """sha256 of all of a receipt but the digest itself, 32 hex digits."""
+    rest = {name: value for name, value in receipt.items() if name != "digest"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def make_receipt(llm, output, index: int = 0, trace: bool = False) -> dict:
+    """See `LLM.receipt`."""
+    out = output.outputs[index] if index < len(output.outputs) else None
+    if out is None or out.finish_reason in (None, "error") or not out.token_ids:
+        raise ValueError(f"request {output.request_id!r} has no finished completion {index} with tokens: no receipt")
+    if out.logprobs is None:
+        raise ValueError("a receipt holds logprob bits: ask for them with SamplingParams(logprobs=0)")
+    room = llm.max_model_len - len(output.prompt_token_ids)
+    own = replace(output.params, n=1, prompt_logprobs=None, max_tokens=min(output.params.max_tokens or room, room))
+    params = asdict(own)
+    del params["seed"]
+    receipt = {"version": VERSION, "fingerprint": llm.fingerprint, "parts": llm.fingerprint_parts,
+               "prompt_token_ids": output.prompt_token_ids, "params": params, "seed": out.seed,
+               "token_ids": list(out.token_ids), "logprobs": hex_words(out.logprobs), "text": out.text,
+               "finish_reason": out.finish_reason, "stop_reason": out.stop_reason,
+               "seconds": output.timings["total_s"]}
+    if trace:
+        receipt["trace"] = replay(llm, output.prompt_token_ids, own, out.seed, out.token_ids, True)[2]
+    receipt = json.loads(json.dumps(receipt))  # tuples are lists, and keys text, as they will be when it is read
+    return receipt | {"digest": receipt_digest(receipt)}
+
+
+def load_receipts(file: str | Path) -> list[dict]:
+    """The receipts of a file of JSON lines. Raises ValueError naming the line that is none, OSError if unreadable."""
+    receipts = []
+    try:
+        lines = Path(file).read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is no text, so it holds no receipts ({error})") from error
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                receipts.append(json.loads(line))
+                check_format(receipts[-1])
+            except (ValueError, RecursionError) as error:
+                what = f"no whole JSON object ({error}): cut short?" if isinstance(
+                    error, (json.JSONDecodeError, RecursionError)) else str(error)
+                raise ValueError(f"{file}, line {number}: {what}") from error
+    if not receipts:
+        raise ValueError(f"{file} holds no receipt: write one with --receipt")
+    return receipts
+
+
+def check_format(receipt) -> SamplingParams:
+    """The sampling parameters of a receipt. Raises ValueError naming what of it is missing, unknown or of a wrong type:
+    a receipt that says less or more than this version understands is not judged."""
+    if not isinstance(receipt, dict):
+        raise ValueError(f"a receipt is a JSON object, this is {type(receipt).__name__}")
+    if (version := receipt.get("version")) is not None and version != VERSION:
+        raise ValueError(f"receipt version {version!r} is unknown: this samebits reads {VERSION}, use the one it is of")
+    known = FIELDS | ({"trace": dict} if "trace" in receipt else {})
+    if odd := sorted(known.keys() ^ receipt.keys()):
+        raise ValueError(f"the receipt {'lacks' if odd[0] in known else 'has an unknown field'} {odd[0]!r}")
+    for name, kind in known.items():
+        if not isinstance(receipt[name], kind) or isinstance(receipt[name], bool):
+            raise ValueError(f"{name} is of the wrong type: {str(receipt[name])[:40]!r}")
+    for name in ("prompt_token_ids", "token_ids"):
+        if not receipt[name] or not all(type(token) is int and token >= 0 for token in receipt[name]):
+            raise ValueError(f"{name} must be a list of token ids, not empty, each a whole number of 0 or more")
+    if not all(isinstance(word, str) and re.fullmatch("[0-9a-f]{8}", word) for word in receipt["logprobs"]):
+        raise ValueError("logprobs must be words of 8 lower-case hex digits, the bits of an fp32 number each")
+    if len(receipt["logprobs"]) != len(receipt["token_ids"]):
+        raise ValueError(f"{len(receipt['token_ids'])} token_ids but {len(receipt['logprobs'])} logprobs")
+    values, expected = receipt["params"], asdict(SamplingParams())
+    if odd := sorted((expected.keys() - {"seed"}) ^ values.keys()):
+        raise ValueError(f"params {'lack' if odd[0] in expected else 'have an unknown field'} {odd[0]!r}")
+    optional = ("logprobs", "prompt_logprobs")
+    for name, value in values.items():
+        if value is None and name not in optional or type(expected[name]) is bool and type(value) is not bool:
+            raise ValueError(f"params.{name} is {value!r}, which is no resolved value")
+    try:
+        tuples = {name: tuple(values[name]) for name in ("stop", "stop_token_ids")}
+        bias = {int(token): value for token, value in values["logit_bias"].items()}
+        params = SamplingParams(**values | tuples | {"logit_bias": bias, "seed": receipt["seed"]})
+        params.validate()
+    except (TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"params: {error}") from error
+    if params.n != 1:
+        raise ValueError("params.n must be 1: a receipt is of one completion, with a seed of its own")
+    return params
+
+
+@contextmanager
+def traced(model: Model, hashes: dict) -> Iterator[None]:
+    """Within it, every op of `model` adds the bytes of its output rows to its sha256 in `hashes`, by layer and op.
+
+    Rows are hashed in the order of positions, so that how a prefill is cut cannot be seen. (The final norm is left out:
+    which of its rows are computed follows the cut. Its error would be the head's.)
+    """
+    ops, calls = model.ops, 0
+
+    def recorded(name: str, op):
+        def run(*args, **kwargs):
+            nonlocal calls
+            result = op(*args, **kwargs)
+            calls = 0 if name == "embedding" else calls + 1
+            layer, i = divmod(calls - 1, len(LAYER_OPS))
+            where = ("embedding" if not calls else f"layers.{layer}.{LAYER_OPS[i]}"
+                     if layer < model.config.num_layers else "lm_head" if name == "linear" else None)
+            if where:
+                rows = result.contiguous().view(torch.uint8).cpu().numpy()
+                hashes.setdefault(where, hashlib.sha256()).update(rows)
+            return result
+
+        return run
+
+    names = ("embedding", "rms_norm", "linear", "rotary_and_cache", "paged_attention", "silu_and_mul")
+    model.ops = replace(ops, **{name: recorded(name, getattr(ops, name)) for name in names})
+    try:
+        yield
+    finally:
+        model.ops = ops
+
+
+def replay(llm, prompt: list[int], params: SamplingParams, seed: int, token_ids: list[int],
+           trace: bool = False) -> tuple[list[int], list[float], dict[str, str]]:
+    """One prefill of prompt and completion: the token drawn at each place of the completion, the logprob of the token
+    that stands there, and the trace: op -> sha256 of its output, 16 hex digits, in the order of computation."""
+    if trace and (llm.has_unfinished_requests or llm.ranks.size > 1):
+        raise ValueError("a trace takes an engine on one rank that has nothing else to do")
+    if max(whole := prompt + token_ids) >= llm.config.vocab_size:
+        raise ValueError(f"token id {max(whole)} is outside the vocabulary of {llm.config.vocab_size}")
+    if len(whole) > llm.max_model_len:
+        raise ValueError(f"{len(whole)} tokens are more than this engine's max_model_len of {llm.max_model_len}")
+    drawn, hashes, ends = [], {}, llm.end_tokens(params)
+
+    def redraw(logits: torch.Tensor) -> None:
+        rows = [SimpleNamespace(params=params, seed=seed, num_prompt_tokens=len(prompt), stop_token_ids=ends,
+                                token_ids=whole[: len(prompt) + len(drawn) + i]) for i in range(len(logits))]
+        drawn.extend(sampler.choose(logits, rows, llm.ops).tolist())
+
+    scoring = SamplingParams(temperature=0.0, prompt_logprobs=0)
+    request_id = llm.add_request(whole, scoring, score_only=True)
+    request = llm.requests[request_id]
+    seq = request.seqs[0]
+    seq.prompt_logprobs = [None] * len(prompt)  # the prompt's are not asked for
+    seq.observe = redraw
+    try:
+        with traced(llm.model, hashes) if trace else nullcontext():
+            while not request.output.finished:
+                llm.step()
+    finally:
+        llm.abort(request_id)
+    logprobs = [logprob for logprob, _ in seq.prompt_logprobs[len(prompt) :]]
+    return drawn, logprobs, {where: digest.hexdigest()[:16] for where, digest in hashes.items()}
+
+
+@dataclass
+class Verdict:
+    """What became of a receipt. `problems`: what did not hold, in words; none means verified. `seconds`: the replay's;
+    `generation_seconds`: what the receipt says generation took, its wait in the queue included."""
+
+    problems: list[str]
+    num_tokens: int
+    seconds: float
+    generation_seconds: float
+
+    @property
+    def verified(self) -> bool:
+        return not self.problems
+
+
+def verify(llm, receipt: dict) -> Verdict:
+    """See `LLM.verify`."""
+    params, begin, problems = check_format(receipt), time.perf_counter(), []
+    prompt, token_ids, words = (receipt[name] for name in ("prompt_token_ids", "token_ids", "logprobs"))
+    if (digest := receipt_digest(receipt)) != receipt["digest"]:
+        problems.append(f"the receipt was changed after it was written: its digest is {receipt['digest']}, but that of "
+                        f"what it says {digest}")
+    here, there = llm.fingerprint_parts, receipt["parts"]
+    same_engine = receipt["fingerprint"] == llm.fingerprint and here == there
+    if not same_engine:
+        odd = [f"{name} {there.get(name)} in the receipt, {here.get(name)} here" for name in here | there
+               if here.get(name) != there.get(name)] or [f"{receipt['fingerprint']} is not that of its parts"]
+        problems.append("another fingerprint: " + "; ".join(odd))
+    trace = receipt.get("trace")
+    if same_engine or trace and here["config"] == there.get("config"):
+        drawn, logprobs, ours = replay(llm, prompt, params, receipt["seed"], token_ids, trace is not None)
+        differs = [where for where in ours | (trace or {}) if ours.get(where) != (trace or {}).get(where)]
+        if trace is not None and differs:
+            problems.append(f"trace: the first op whose output differs is {differs[0]} ({len(differs)} of {len(ours)})")
+        problems += compare_tokens(len(prompt), token_ids, words, drawn, logprobs) or (
+            compare_end(llm, receipt, params, logprobs) if same_engine else [])
+    return Verdict(problems, len(token_ids), time.perf_counter() - begin, receipt["seconds"])
+
+
+def compare_tokens(start: int, token_ids: list[int], words: list[str], drawn: list[int], logprobs: list[float]) -> list:
+    """The first place where tokens or logprob bits differ, in words; `start`: the position of token 0."""
+    for i, (token, word, again, ours) in enumerate(zip(token_ids, words, drawn, hex_words(logprobs), strict=True)):
+        theirs = float(np.array(int(word, 16), np.uint32).view(np.float32))
+        if token != again:
+            return [f"token {i} (position {start + i}) is {token} in the receipt, but the draw gives {again}; "
+                    f"logprob of {token}: {theirs:.9g} in the receipt, {logprobs[i]:.9g} here"]
+        if word != ours:
+            return [f"the logprob of token {i} (position {start + i}) has bits {word} in the receipt, {ours} here: "
+                    f"{theirs:.9g} and {logprobs[i]:.9g}, {abs(int(word, 16) - int(ours, 16))} units in the last place"]
+    return []
+
+
+def compare_end(llm, receipt: dict, params: SamplingParams, logprobs: list[float]) -> list[str]:
+    """Whether the tokens, all of them right, make the receipt's text and end where and why it says."""
+    request_id = llm.add_request(receipt["prompt_token_ids"], params)
+    request = llm.requests[request_id]
+    out = request.output.outputs[0]
+    for token, logprob in zip(receipt["token_ids"], logprobs, strict=True):
+        if not request.output.finished:
+            llm._absorb(request, 0, StepOutput(token, logprob, None, []))
+    llm.abort(request_id)
+    if (count := len(receipt["token_ids"])) > len(out.token_ids):
+        return [f"the completion ends ({out.finish_reason}) after token {len(out.token_ids) - 1}, the receipt goes on"]
+    if out.finish_reason == "abort" and receipt["finish_reason"] != "abort":
+        return [f"the completion goes on after token {count - 1}, where the receipt ends ({receipt['finish_reason']})"]
+    return [f"{name} is {receipt[name]!r} in the receipt, but the tokens make {getattr(out, name)!r}"
+            for name in ("text", "finish_reason", "stop_reason") if receipt[name] != getattr(out, name)]

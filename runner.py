@@ -134,6 +134,8 @@ class Runner:
             seq, _, targets = asked[slab]
             prompt_logprobs.setdefault(id(seq), []).extend(
                 self._logprobs(logits, torch.tensor(targets, device=self.device), seq.params.prompt_logprobs))
+            if seq.observe:
+                seq.observe(logits)
 
         logits = self._execute(step, score)
         wait = self._choose(logits, sampling) if sampling else list

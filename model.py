@@ -287,7 +287,7 @@ class Model:
                 leave(attn + "o_proj", q_size, q, c.o_bias),
                 self._norm(f"model.layers.{i}.post_attention_layernorm", c.hidden_size),
                 self._linear([(ffn + name, c.intermediate_size, mlp) for name in ("gate_proj", "up_proj")],
-                             c.hidden_size, c.mlp_bias, whole, in_turn=True),
+                             c.hidden_size, c.mlp_bias, whole, in_turn=2),
                 leave(ffn + "down_proj", c.intermediate_size, mlp, c.mlp_bias)))
         self.norm = self._norm("model.norm", c.hidden_size)
         self.lm_head = (Linear(self.embed_tokens[vocab], None, leaf_count(c.vocab_size, c.hidden_size))
@@ -296,13 +296,14 @@ class Model:
         self.head_part = (c.vocab_size, c.hidden_size), (vocab, whole)
         self.cos_sin = rotary_table(c, max_model_len).to(device)
 
-    def _parameter(self, parts: list[tuple[str, tuple[int, ...], tuple[slice, ...]]], in_turn=False) -> torch.Tensor:
+    def _parameter(self, parts: list[tuple[str, tuple[int, ...], tuple[slice, ...]]], in_turn: int = 1) -> torch.Tensor:
         """One tensor of the rank's parts of checkpoint tensors (name, whole shape, slices), row range under row range,
-        or a row of each in turn; registered in `weights` and `parts`."""
+        but of every `in_turn` of them a row each in turn; registered in `weights` and `parts`."""
         rows = [length(slices[0]) for _, _, slices in parts]
         tensor = torch.empty((sum(rows), *map(length, parts[0][2][1:])), dtype=self.ops.weight_dtype(self.dtype),
                              device=self.device)
-        views = tensor.unflatten(0, (-1, len(parts))).unbind(1) if in_turn else tensor.split(rows)
+        groups = tensor.split([sum(rows[i : i + in_turn]) for i in range(0, len(rows), in_turn)])
+        views = [view for group in groups for view in group.unflatten(0, (-1, in_turn)).unbind(1)]
         for (name, *part), view in zip(parts, views, strict=True):
             self.weights[name], self.parts[name] = view, tuple(part)
         return tensor
@@ -311,7 +312,7 @@ class Model:
         return self._parameter([(name + ".weight", (N,), (slice(0, N),))])
 
     def _linear(self, parts: list[tuple[str, int, slice]], K: int, has_bias: bool, columns: slice,
-                in_turn: bool = False) -> Linear:
+                in_turn: int = 1) -> Linear:
         weight = self._parameter([(name + ".weight", (N, K), (rows, columns)) for name, N, rows in parts], in_turn)
         biases = [(name + ".bias", (N,), (rows,)) for name, N, rows in parts]
         bias = self._parameter(biases, in_turn) if has_bias else None

@@ -36,8 +36,7 @@ VERSION = 1
 FIELDS = {"version": int, "fingerprint": str, "parts": dict, "prompt_token_ids": list, "params": dict, "seed": int,
           "token_ids": list, "logprobs": list, "text": str, "finish_reason": str, "stop_reason": (str, int, type(None)),
           "seconds": float, "digest": str}
-LAYER_OPS = ("input_layernorm", "qkv_proj", "rotary_and_cache", "paged_attention", "o_proj", "post_attention_layernorm",
-             "gate_up_proj", "silu_and_mul", "down_proj")  # in the order of Model.forward
+TRACED = ("embedding", "rms_norm", "linear", "gated_linear", "rotary_and_cache", "paged_attention")
 
 
 def file_digest(file: Path) -> str:
@@ -188,30 +187,29 @@ def check_format(receipt) -> SamplingParams:
 
 @contextmanager
 def traced(model: Model, hashes: dict) -> Iterator[None]:
-    """Within it, every op of `model` adds the bytes of its output rows to its sha256 in `hashes`, by layer and op.
+    """Within it, every op of `model` adds the bytes of its output rows to its sha256 in `hashes`, under the name of its
+    weight (of merged ones the first) or, if it has none, of the last weight before it, and its own.
 
     Rows are hashed in the order of positions, so that how a prefill is cut cannot be seen. (The final norm is left out:
     which of its rows are computed follows the cut. Its error would be the head's.)
     """
-    ops, calls = model.ops, 0
+    ops, place = model.ops, ""
+    weights = {weight.data_ptr(): name.removeprefix("model.").removesuffix(".weight")
+               for name, weight in reversed(model.weights.items())}
 
     def recorded(name: str, op):
         def run(*args, **kwargs):
-            nonlocal calls
+            nonlocal place
             result = op(*args, **kwargs)
-            calls = 0 if name == "embedding" else calls + 1
-            layer, i = divmod(calls - 1, len(LAYER_OPS))
-            where = ("embedding" if not calls else f"layers.{layer}.{LAYER_OPS[i]}"
-                     if layer < model.config.num_layers else "lm_head" if name == "linear" else None)
-            if where:
-                rows = result.contiguous().view(torch.uint8).cpu().numpy()
-                hashes.setdefault(where, hashlib.sha256()).update(rows)
+            place = weights.get(args[1].data_ptr(), place) if isinstance(args[1], torch.Tensor) else place
+            if place != "norm":
+                rows = getattr(result, "weights", result).contiguous().view(torch.uint8).cpu().numpy()
+                hashes.setdefault(f"{place} {name}", hashlib.sha256()).update(rows)
             return result
 
         return run
 
-    names = ("embedding", "rms_norm", "linear", "rotary_and_cache", "paged_attention", "silu_and_mul")
-    model.ops = replace(ops, **{name: recorded(name, getattr(ops, name)) for name in names})
+    model.ops = replace(ops, **{name: recorded(name, getattr(ops, name)) for name in TRACED})
     try:
         yield
     finally:

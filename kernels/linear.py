@@ -28,14 +28,11 @@ def tile_offsets(m, n, M, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.co
 
 
 @triton.jit
-def add_partial(acc, partial_ptr, arrived_ptr, leaf, m, n, M, N: tl.constexpr, LEAVES: tl.constexpr,
-                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def add_partial(acc, offs, mask, partial_ptr, arrived_ptr, leaf, size, LEAVES: tl.constexpr):
     """Leave one leaf's sum in memory and count it; the last program to arrive gets (sum in leaf order, True).
 
     The order of arrival, an integer count, decides who adds, never how.
     """
-    offs, mask = tile_offsets(m, n, M, N, BLOCK_M, BLOCK_N)
-    size = tl.cast(M, tl.int64) * N
     tl.store(partial_ptr + leaf.to(tl.int64) * size + offs, acc, mask=mask)
     tl.debug_barrier()
     last = tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == LEAVES - 1
@@ -104,7 +101,9 @@ def linear_kernel(x_ptr, w_ptr, bias_ptr, out_ptr, partial_ptr, arrived_ptr, M, 
     acc = leaf_sum(x_ptrs, w_ptrs, offs_m < M, offs_n < N, leaf * LEAF, K, LEAF, EVEN_N, EVEN_K, BLOCK_M, BLOCK_N,
                    BLOCK_K, PRECISION)
     if SPLIT:
-        acc, last = add_partial(acc, partial_ptr, arrived_ptr + tile, leaf, m, n, M, N, LEAVES, BLOCK_M, BLOCK_N)
+        offs, mask = tile_offsets(m, n, M, N, BLOCK_M, BLOCK_N)
+        acc, last = add_partial(acc, offs, mask, partial_ptr, arrived_ptr + tile, leaf, tl.cast(M, tl.int64) * N,
+                                LEAVES)
         if not last:
             return
     else:
@@ -138,7 +137,9 @@ def linear_tma_kernel(x_desc, w_desc, bias_ptr, out, partial_ptr, arrived_ptr, M
         acc = leaf_sum_tma(x_desc, w_desc, m, n, leaf * LEAF, LEAF, BLOCK_M, BLOCK_N, BLOCK_K)
         last = True
         if SPLIT:
-            acc, last = add_partial(acc, partial_ptr, arrived_ptr + tile, leaf, m, n, M, N, LEAVES, BLOCK_M, BLOCK_N)
+            offs, mask = tile_offsets(m, n, M, N, BLOCK_M, BLOCK_N)
+            acc, last = add_partial(acc, offs, mask, partial_ptr, arrived_ptr + tile, leaf, tl.cast(M, tl.int64) * N,
+                                    LEAVES)
         else:
             for i in tl.static_range(1, LEAVES):
                 acc = acc + leaf_sum_tma(x_desc, w_desc, m, n, i * LEAF, LEAF, BLOCK_M, BLOCK_N, BLOCK_K)

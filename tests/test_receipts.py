@@ -194,32 +194,34 @@ def test_trace(llm, receipt):
     """One digest a layer and op, whatever the chunks; asking for it changes nothing else; a change is named."""
     traced = ask(llm, temperature=0.9, seed=11, trace=True)
     layers, names = llm.config.num_layers, list(traced["trace"])
-    assert len(names) == 9 * layers + 2 and names[0] == "embedding" and names[-1] == "lm_head"
+    assert len(names) == 8 * layers + 2
+    assert names[0] == "embed_tokens embedding" and names[-1] == "embed_tokens linear"  # a tied head
     assert traced["token_ids"] == receipt["token_ids"] and traced["logprobs"] == receipt["logprobs"]
     ops, budget = llm.model.ops, llm.scheduler.max_num_batched_tokens
     llm.scheduler.max_num_batched_tokens = 9
     assert llm.verify(traced).verified and llm.model.ops is ops
     llm.scheduler.max_num_batched_tokens = budget
-    other = traced["trace"] | {"layers.3.o_proj": "0" * 16, "lm_head": "1" * 16}
+    other = traced["trace"] | {"layers.3.self_attn.o_proj linear": "0" * 16, names[-1]: "1" * 16}
     assert only_problem(llm, forged(traced, trace=other)) == (
-        f"trace: the first op whose output differs is layers.3.o_proj (2 of {9 * layers + 2})")
+        f"trace: the first op whose output differs is layers.3.self_attn.o_proj linear (2 of {8 * layers + 2})")
 
 
 def test_trace_of_two_arithmetics(llm):
     """A product of one layer that adds in another order: the trace names it, though the fingerprint cannot."""
     ops, calls = make_ops(torch.device("cpu")), []
 
-    def silu(gate_up):
-        calls.append(len(gate_up))
-        result = ops.silu_and_mul(gate_up)
+    def gated_linear(x, *args):
+        calls.append(len(x))
+        result = ops.gated_linear(x, *args)
         return torch.nextafter(result, result + 1) if len(calls) % llm.config.num_layers == 3 else result
 
-    other = LLM(device="cpu", progress=False, num_gpu_blocks_override=16, ops=replace(ops, silu_and_mul=silu))
+    other = LLM(device="cpu", progress=False, num_gpu_blocks_override=16, ops=replace(ops, gated_linear=gated_linear))
     problems = llm.verify(ask(other, seed=1, trace=True)).problems
-    assert "whose output differs is layers.2.silu_and_mul" in problems[0] and "logprob of token" in problems[1]
+    assert "whose output differs is layers.2.mlp.gate_proj gated_linear" in problems[0]
+    assert "logprob of token" in problems[1]
     half = LLM(device="cpu", dtype="bfloat16", progress=False, num_gpu_blocks_override=16)
     problems = llm.verify(ask(half, seed=1, trace=True)).problems
-    assert "dtype bfloat16" in problems[0] and "differs is embedding" in problems[1]
+    assert "dtype bfloat16" in problems[0] and "differs is embed_tokens embedding" in problems[1]
 
 
 def test_what_gets_no_receipt(llm):

@@ -141,6 +141,11 @@ def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
+def token_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """The median token's. A few tokens choose other experts in bf16 than in fp32, and would be all that `error` sees."""
+    return float(((actual - expected).norm(dim=1) / expected.norm(dim=1)).median())
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_fp32_logits(tiny, name):
     """A wrong weight layout, norm, rotation, mask or head shows here at once: random weights forgive nothing."""
@@ -154,7 +159,9 @@ def test_bf16_error_is_no_larger_than_that_of_transformers(tiny, name):
     errors are noise of one sample of 46,000 logits, which 5 % allows for (measured: ours is 0.88 to 0.99 of theirs)."""
     folders, expected = tiny
     exact = expected[name]["float32"]
-    ours, theirs = error(our_logits(folders[name], "bfloat16"), exact), error(expected[name]["bfloat16"], exact)
+    of_tokens = token_error if name.startswith("moe") else error
+    ours, theirs = (of_tokens(logits, exact)
+                    for logits in (our_logits(folders[name], "bfloat16"), expected[name]["bfloat16"]))
     assert theirs > 1e-4, "the yardstick itself ran in bf16"
     assert ours <= 1.05 * theirs, f"our error {ours:.2e}, transformers' {theirs:.2e}"
 

@@ -22,6 +22,9 @@ SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, 
 NUMERICS = {  # kernel -> constants that decide bits; they may not change with the number of rows
     "linear_kernel": ("LEAVES", "LEAF", "PRECISION"),
     "linear_tma_kernel": ("LEAVES", "LEAF"),
+    "expert_linear_kernel": ("LEAVES", "LEAF", "PRECISION"),
+    "route_kernel": ("NORMALISE", "SCALE_BITS"),
+    "combine_kernel": ("TOP_K",),
     "rms_norm_kernel": ("BLOCK", "num_warps"),
     "rotary_and_cache_kernel": ("HEADS", "BLOCK_SIZE", "num_warps"),
     "paged_attention_kernel": ("TILE", "SPLIT", "PRECISION"),
@@ -52,7 +55,8 @@ def test_every_schedule_compiles_for_its_chips():
         if f["target"] != "gfx942":  # compiled, but no claim is made for AMD's code
             # Written ones: an fp32 dot is a chain of them ("ieee"), so is the logarithm of CUDA's libdevice, and
             # attention has one a score, in each of its two loops.
-            is_fp32_dot = f["fp32"] and f["kernel"] in ("linear_kernel", "paged_attention_kernel")
+            is_fp32_dot = f["fp32"] and f["kernel"] in ("linear_kernel", "paged_attention_kernel",
+                                                              "expert_linear_kernel")
             written = f["scores"]
             if f["target"] == "sm_100" and f["fma"] == 2 * written:  # its loops are there twice
                 written *= 2

@@ -1,8 +1,8 @@
 """The transformer: its configuration, its rotary table, its weights and its forward pass.
 
-One decoder covers Qwen3, Qwen3-MoE, Qwen2 and Llama shapes; they differ in a few flags of `ModelConfig`. The forward pass is
-written in the ops of one `kernels.Ops` table and reads everything else from its arguments. It knows nothing of
-requests, scheduling or sampling.
+One decoder covers Qwen3, Qwen3-MoE, Qwen2 and Llama shapes; they differ in a few flags of `ModelConfig`. The forward
+pass is written in the ops of one `kernels.Ops` table and reads everything else from its arguments. It knows nothing
+of requests, scheduling or sampling.
 """
 
 import hashlib

@@ -65,8 +65,8 @@ def reference_ops() -> Ops:
     from kernels import reference as ref
 
     return Ops("reference", lambda dtype: torch.float32, ref.embedding, ref.rms_norm, ref.linear, ref.rotary_and_cache,
-               ref.silu_and_mul, ref.paged_attention, ref.route, ref.expert_linear, ref.combine, ref.logprobs, ref.argmax,
-               ref.sample,
+               ref.silu_and_mul, ref.paged_attention, ref.route, ref.expert_linear, ref.combine, ref.logprobs,
+               ref.argmax, ref.sample,
                query_tile=lambda group, row_bytes: max(16, group) // group,
                decode_programs=0)
 

@@ -1,7 +1,7 @@
 """A mixture of experts: `route` tokens to experts, the experts' products (`expert_linear`), and `combine`.
 
-A slot is one (token, expert) pair: token * top_k + place, a token's experts in ascending id. Every product's row goes to
-its slot, so where a slot stands among its expert's rows, and in which tile, decides no bit.
+A slot is one (token, expert) pair: token * top_k + place, a token's experts in ascending id. Every product's row goes
+to its slot, so where a slot stands among its expert's rows, and in which tile, decides no bit.
 """
 
 import torch

@@ -25,7 +25,7 @@ NUMERICS = {
     "linear": "fp32 accumulate along K, leaves added in order as a chain, bias in fp32, rounded once",
     "leaves": "2 for N <= 8192 and K >= 2048, else 1; a leaf is a multiple of 128",
     "swiglu": "gate and up rounded to dtype; gate / (1 + exp(-gate)) * up in fp32, rounded once",
-    "router": "logits fp32, as linear; softmax by an int64 sum in fixed point 2^44; top-k, ties to the lowest expert id",
+    "router": "logits fp32, as linear; softmax by an int64 sum in fixed point 2^44; top-k, ties to the lowest id",
     "experts": "as linear, leaves by one expert's shape; output in dtype; weight * it in fp32, summed by ascending id",
     "attention": "exp2(fma(score, scale*log2(e), -max)) in fp32, P in dtype; its row sum is what V = 1 would give",
     "kv_tile": str(KV_TILE),

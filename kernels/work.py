@@ -1,7 +1,7 @@
 """The work lists of paged attention (which query tokens meet which KV splits, and who merges) and of experts.
 
-Attention is planned once a step on the host with NumPy, experts by the device in every layer. How the work is cut is schedule: it may follow the batch, because every
-cut adds the same splits in the same order.
+Attention is planned once a step on the host with NumPy, experts in every layer by the device. How the work is cut is
+schedule: it may follow the batch, because every cut adds the same numbers in the same order.
 """
 
 from dataclasses import dataclass, field

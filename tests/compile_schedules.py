@@ -72,8 +72,8 @@ def launch_table(table: tiles.Schedules, rows: int) -> None:
             routing = moe.route(meta(rows, E, dtype=torch.float32), top_k, True, meta(rows, dtype=torch.int32),
                                 table.experts_for(rows * top_k / E, dtype.itemsize))
             x, y = meta(rows, hidden, dtype=dtype), meta(rows * top_k, inner, dtype=dtype)
-            for x, w in ((x, meta(E, 2 * inner, hidden, dtype=dtype)), (y, meta(E, hidden, inner, dtype=dtype))):
-                out = moe.expert_linear(x, w, tiles.leaf_count(*w.shape[1:]), routing, arrived)
+            for one, w in ((x, meta(E, 2 * inner, hidden, dtype=dtype)), (y, meta(E, hidden, inner, dtype=dtype))):
+                out = moe.expert_linear(one, w, tiles.leaf_count(*w.shape[1:]), routing, arrived)
             moe.combine(out, routing)
     norm.rms_norm(meta(rows, 4096), meta(4096), 1e-6, meta(rows, 4096))
     activation.silu_and_mul(meta(rows, 24576))

@@ -142,7 +142,7 @@ def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def token_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """The median token's. A few tokens choose other experts in bf16 than in fp32, and would be all that `error` sees."""
+    """The median token's. A few tokens choose other experts in bf16 than in fp32: all that `error` would see."""
     return float(((actual - expected).norm(dim=1) / expected.norm(dim=1)).median())
 
 

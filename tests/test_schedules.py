@@ -9,7 +9,7 @@ from collections import defaultdict
 
 import pytest
 import torch
-from conftest import HAS_GPU, ROOT, TINY
+from conftest import HAS_GPU, ROOT, TINY, TINY_MOE
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels
@@ -89,9 +89,10 @@ class Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_no_library_op_reduces_between_input_ids_and_token(tmp_path):
+@pytest.mark.parametrize("config", [TINY, TINY_MOE], ids=["dense", "moe"])
+def test_no_library_op_reduces_between_input_ids_and_token(tmp_path, config):
     """The engine on the Triton table (interpreted without a GPU): field bugs 10 and 11, a pinned path never reached."""
-    config = TINY | {"num_hidden_layers": 1, "torch_dtype": "bfloat16" if HAS_GPU else "float32"}
+    config = config | {"num_hidden_layers": 1, "torch_dtype": "bfloat16" if HAS_GPU else "float32"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     device = torch.device("cuda" if HAS_GPU else "cpu")
     llm = LLM(tmp_path, load_format="dummy", ops=kernels.triton_ops(device), num_gpu_blocks_override=8, progress=False,
@@ -115,7 +116,7 @@ def test_every_schedule_gives_the_reference_bits(table, K, dtype):
     device = torch.device("cuda")
     auto = tiles.schedules("auto", torch.cuda.get_device_capability())
     checks = list(selfcheck.check_schedules(device, dtype, tiles.CONSERVATIVE if table == "conservative" else auto, K))
-    assert {c.op for c in checks} == ({"linear"} if K else {"attention", "rms_norm", "rotary"})
+    assert {c.op for c in checks} == ({"linear", "experts"} if K else {"attention", "rms_norm", "rotary"})
     assert not [c for c in checks if not c.same]
 
 

@@ -82,17 +82,23 @@ def test_what_cannot_be_done_is_refused_by_name(tiny_folder, monkeypatch):
         LLM(tiny_folder, load_format="dummy", progress=False, tensor_parallel_size=2)
 
 
+EXPERTS = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2,
+           "moe_intermediate_size": 4608}  # an expert's gate and up have one leaf, half of their columns would have two
+
+
+@pytest.mark.parametrize("extra, expected", [({}, [2, 2, 1, 2, 1]), (EXPERTS, [2, 2, 2, 1, 2, 1])], ids=["mlp", "moe"])
 @pytest.mark.parametrize("size", [2, 3, 8, 16])
-def test_leaves_are_those_of_the_whole_weight(size):
-    config = ModelConfig.from_dict(QWEN3_8B | {"num_hidden_layers": 1})
+def test_leaves_are_those_of_the_whole_weight(size, extra, expected):
+    config = ModelConfig.from_dict(QWEN3_8B | {"num_hidden_layers": 1} | extra)
 
     def leaves(shard=None):
         model = Model(config, kernels.reference_ops(), torch.device("meta"), torch.bfloat16, 64, shard)
         linears = [part for part in vars(model.layers[0]).values() if isinstance(part, Linear)] + [model.lm_head]
         return [linear.leaves for linear in linears]
 
-    assert leaves() == [2, 2, 1, 2, 1]
-    assert all(leaves(Shard(rank, size, style)) == leaves() for rank in range(size) for style in ("column", "row"))
+    assert leaves() == expected
+    styles = ("column",) if extra else ("column", "row")
+    assert all(leaves(Shard(rank, size, style)) == expected for rank in range(size) for style in styles)
 
 
 def test_a_column_has_the_same_bits_wherever_a_shard_puts_it():

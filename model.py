@@ -1,8 +1,8 @@
 """The transformer: its configuration, its rotary table, its weights and its forward pass.
 
-One decoder covers Qwen3, Qwen2 and Llama shapes; they differ in a few flags of `ModelConfig`. The forward pass is
-written in the ops of one `kernels.Ops` table and reads everything else from its arguments. It knows nothing of
-requests, scheduling or sampling.
+One decoder covers Qwen3, Qwen3-MoE, Qwen2 and Llama shapes; they differ in a few flags of `ModelConfig`. The forward
+pass is written in the ops of one `kernels.Ops` table and reads everything else from its arguments. It knows nothing
+of requests, scheduling or sampling.
 """
 
 import hashlib
@@ -19,6 +19,7 @@ from kernels.tiles import leaf_count
 from kernels.work import AttentionWork
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM")
 FLOATS = {"BF16", "F16", "F32"}
 ROPE_KEYS = {  # rope type -> settings it understands beside rope_theta; anything else is refused, never ignored
     "default": set(),
@@ -52,14 +53,18 @@ class ModelConfig:
     rope_type: str
     rope: dict = field(hash=False)
     dtype: str = "bfloat16"
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False
+    sparse_layers: tuple[int, ...] = ()  # those with experts; the others have an MLP of intermediate_size
 
     @classmethod
     def from_dict(cls, config: dict) -> "ModelConfig":
         """Read a config.json. Raises ValueError naming whatever of it samebits does not implement."""
         architecture = (config.get("architectures") or ["(none)"])[0]
-        if architecture not in ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM"):
-            raise ValueError(f"unsupported architecture {architecture!r}: samebits runs Qwen3ForCausalLM, "
-                             "Qwen2ForCausalLM and LlamaForCausalLM")
+        if architecture not in ARCHITECTURES:
+            raise ValueError(f"unsupported architecture {architecture!r}: samebits runs {', '.join(ARCHITECTURES)}")
         if quantised := config.get("quantization_config"):
             raise ValueError(f"quantised checkpoint ({quantised.get('quant_method', 'unknown method')}): samebits runs "
                              "bfloat16, float16 and float32 weights")
@@ -84,9 +89,10 @@ class ModelConfig:
             architecture, config["vocab_size"], config["hidden_size"], config["intermediate_size"],
             config["num_hidden_layers"], heads, kv_heads, head_dim, config.get("rms_norm_eps", 1e-6),
             config.get("max_position_embeddings", 2048), bool(config.get("tie_word_embeddings", False)),
-            qk_norm=architecture == "Qwen3ForCausalLM", qkv_bias=qwen2 or bias, o_bias=bias and not qwen2,
+            qk_norm=architecture.startswith("Qwen3"), qkv_bias=qwen2 or bias, o_bias=bias and not qwen2,
             mlp_bias=bool(config.get("mlp_bias", False)), rope_theta=theta, rope_type=rope_type, rope=rope,
-            dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch."))
+            dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch."),
+            **(read_experts(config) if architecture == "Qwen3MoeForCausalLM" else {}))
 
     @property
     def max_model_len(self) -> int:
@@ -94,6 +100,20 @@ class ModelConfig:
         if self.rope_type == "yarn":
             return max(self.max_position_embeddings, int(self.rope["original"] * self.rope["factor"]))
         return self.max_position_embeddings
+
+
+def read_experts(config: dict) -> dict:
+    """The fields of a mixture of experts. Raises ValueError naming what is absent or out of range."""
+    count = config.get("num_experts") or config.get("num_local_experts") or 0
+    found = {key: config.get(key) or 0 for key in ("num_experts_per_tok", "moe_intermediate_size")}
+    if not count or not all(found.values()):
+        raise ValueError("config.json must give num_experts, num_experts_per_tok and moe_intermediate_size")
+    if found["num_experts_per_tok"] > count:
+        raise ValueError(f"num_experts_per_tok {found['num_experts_per_tok']} is more than num_experts {count}")
+    dense, step = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step") or 1
+    sparse = tuple(i for i in range(config["num_hidden_layers"]) if i not in dense and (i + 1) % step == 0)
+    return found | {"num_experts": count, "norm_topk_prob": bool(config.get("norm_topk_prob", False)),
+                    "sparse_layers": sparse}
 
 
 def read_rope(config: dict) -> tuple[float, str, dict]:
@@ -214,7 +234,7 @@ class Shard:
             if not all(map(length, queries)):
                 raise ValueError(f"num_key_value_heads {H}, each of {group} query heads, are too few for {ranks} ranks")
         cuts = {"heads": queries, "kv_heads": keys}
-        for axis in ("hidden_size", "intermediate_size", "vocab_size"):
+        for axis in ("hidden_size", "intermediate_size", "vocab_size", *["moe_intermediate_size"][: c.num_experts]):
             columns = getattr(c, axis)
             unit = next((u for u in (128, 64, 32, 16) if -(-columns // u) >= ranks), None)
             if unit is None:
@@ -226,7 +246,8 @@ class Shard:
 
 @dataclass
 class Linear:
-    """A weight [N, K], its bias and its leaf count (by the full weight's shape, never a shard's)."""
+    """A weight [N, K], its bias and its leaf count (by the full weight's shape, never a shard's). Of experts: a weight
+    [num_experts, N, K] without bias, and the leaf count of one."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -241,6 +262,7 @@ class Layer:
     k_norm: torch.Tensor | None
     o_proj: Linear
     post_attention_layernorm: torch.Tensor
+    router: Linear | None  # where the two that follow are of experts
     gate_up_proj: Linear
     down_proj: Linear
 
@@ -263,15 +285,33 @@ class Model:
         c, D, cuts = config, config.head_dim, shard.cuts(config)
         cuts |= {name: [slice(part.start * D, part.stop * D) for part in cuts[name]] for name in ("heads", "kv_heads")}
         self.widths = {axis: [length(part) for part in parts] for axis, parts in cuts.items()}
-        q, kv, hidden, mlp, vocab = (parts[shard.rank] for parts in cuts.values())
+        q, kv, hidden, mlp, vocab, *expert = (parts[shard.rank] for parts in cuts.values())
         self.num_heads, self.num_kv_heads = length(q) // D, length(kv) // D
         q_size, kv_size, by_row = c.num_heads * D, c.num_kv_heads * D, shard.size > 1 and shard.style == "row"
         whole = slice(0, c.hidden_size)
+        if by_row and c.num_experts:
+            raise ValueError(f"tp_style 'row' is not implemented for {c.architecture}: use 'column'")
 
         def leave(name: str, K: int, part: slice, has_bias: bool) -> Linear:  # a product whose input is sharded
             rows, columns = (whole, part) if by_row else (hidden, slice(0, K))
             linear = self._linear([(name, c.hidden_size, rows)], K, has_bias, columns)
             return replace(linear, bias=None) if by_row and shard.rank else linear  # one rank's partial holds the bias
+
+        def mlp_of(ffn: str) -> tuple[None, Linear, Linear]:
+            gate_up = [(ffn + name, c.intermediate_size, mlp) for name in ("gate_proj", "up_proj")]
+            return (None, self._linear(gate_up, c.hidden_size, c.mlp_bias, whole, in_turn=2),
+                    leave(ffn + "down_proj", c.intermediate_size, mlp, c.mlp_bias))
+
+        def experts_of(ffn: str) -> tuple[Linear, Linear, Linear]:
+            def packed(names: tuple[str, ...], N: int, K: int, part: slice) -> Linear:
+                parts = [(f"{ffn}experts.{e}.{name}", N, part) for e in range(c.num_experts) for name in names]
+                weight = self._linear(parts, K, False, slice(0, K), in_turn=len(names)).weight
+                return Linear(weight.view(c.num_experts, -1, K), None, leaf_count(len(names) * N, K))
+
+            every = slice(0, c.num_experts)  # each rank routes all tokens, to its part of every expert
+            return (self._linear([(ffn + "gate", c.num_experts, every)], c.hidden_size, False, whole),
+                    packed(("gate_proj", "up_proj"), c.moe_intermediate_size, c.hidden_size, *expert),
+                    packed(("down_proj",), c.hidden_size, c.moe_intermediate_size, hidden))
 
         self.embed_tokens = self._parameter(
             [("model.embed_tokens.weight", (c.vocab_size, c.hidden_size), (slice(0, c.vocab_size), whole))])
@@ -286,9 +326,7 @@ class Model:
                 self._norm(attn + "k_norm", D) if c.qk_norm else None,
                 leave(attn + "o_proj", q_size, q, c.o_bias),
                 self._norm(f"model.layers.{i}.post_attention_layernorm", c.hidden_size),
-                self._linear([(ffn + name, c.intermediate_size, mlp) for name in ("gate_proj", "up_proj")],
-                             c.hidden_size, c.mlp_bias, whole, in_turn=2),
-                leave(ffn + "down_proj", c.intermediate_size, mlp, c.mlp_bias)))
+                *(experts_of if i in c.sparse_layers else mlp_of)(ffn)))
         self.norm = self._norm("model.norm", c.hidden_size)
         self.lm_head = (Linear(self.embed_tokens[vocab], None, leaf_count(c.vocab_size, c.hidden_size))
                         if c.tie_word_embeddings else
@@ -326,7 +364,7 @@ class Model:
         if self.shard.style == "row":
             num_bytes |= {FIRST: row * 4, SECOND: row * 4, TOTALS + FIRST: row * item, TOTALS + SECOND: row * item}
         else:
-            wide = max(c.num_heads * c.head_dim, c.intermediate_size)
+            wide = max(c.num_heads * c.head_dim, c.intermediate_size, c.num_experts_per_tok * c.moe_intermediate_size)
             num_bytes |= {FIRST: max_tokens * wide * item, SECOND: row * item}
         if self.shard.size > 1:
             self.collectives = make_collectives(self.shard.rank, self.shard.size, self.device, num_bytes, one_host)
@@ -350,9 +388,12 @@ class Model:
             attn = ops.paged_attention(q, k_cache, v_cache, batch.attention, c.head_dim**-0.5)
             hidden_states = self._join(layer.o_proj, attn.flatten(1), self.widths["heads"], FIRST)
             hidden_states = ops.rms_norm(hidden_states, layer.post_attention_layernorm, eps, residual)
-            gate_up = layer.gate_up_proj
-            hidden_states = ops.gated_linear(hidden_states, gate_up.weight, gate_up.bias, gate_up.leaves, self.dtype)
-            hidden_states = self._join(layer.down_proj, hidden_states, self.widths["intermediate_size"], SECOND)
+            if layer.router is None:
+                up = layer.gate_up_proj
+                hidden_states = ops.gated_linear(hidden_states, up.weight, up.bias, up.leaves, self.dtype)
+                hidden_states = self._join(layer.down_proj, hidden_states, self.widths["intermediate_size"], SECOND)
+            else:
+                hidden_states = self._experts(layer, hidden_states, batch.attention.slot_mapping)
         if batch.logits_rows is not None:
             hidden_states, residual = hidden_states[batch.logits_rows], residual[batch.logits_rows]
         return ops.rms_norm(hidden_states, self.norm, eps, residual)
@@ -367,6 +408,18 @@ class Model:
     def _apply(self, linear: Linear, x: torch.Tensor, dtype: torch.dtype | None = None,
                out: torch.Tensor | None = None) -> torch.Tensor:
         return self.ops.linear(x, linear.weight, linear.bias, linear.leaves, dtype or self.dtype, out)
+
+    def _experts(self, layer: Layer, x: torch.Tensor, slot_mapping: torch.Tensor) -> torch.Tensor:
+        """The mixture of experts: [num_tokens, hidden_size] -> the same. Tokens without a slot may become anything."""
+        c, ops, gate_up, down = self.config, self.ops, layer.gate_up_proj, layer.down_proj
+        logits = self._apply(layer.router, x, torch.float32)
+        routing = ops.route(logits, c.num_experts_per_tok, c.norm_topk_prob, slot_mapping, self.dtype)
+        x = ops.silu_and_mul(ops.expert_linear(x, gate_up.weight, gate_up.leaves, routing))
+        if self.collectives is None:
+            return ops.combine(ops.expert_linear(x, down.weight, down.leaves, routing), routing)
+        x = self.collectives.gather(x, self.widths["moe_intermediate_size"], FIRST)
+        x = ops.combine(ops.expert_linear(x, down.weight, down.leaves, routing), routing)
+        return self.collectives.gather(x, self.widths["hidden_size"], SECOND)
 
     def _join(self, linear: Linear, x: torch.Tensor, widths: list[int], region: int) -> torch.Tensor:
         """A product whose input is dealt out by `widths`, and whose output every rank needs whole."""

@@ -36,7 +36,8 @@ VERSION = 1
 FIELDS = {"version": int, "fingerprint": str, "parts": dict, "prompt_token_ids": list, "params": dict, "seed": int,
           "token_ids": list, "logprobs": list, "text": str, "finish_reason": str, "stop_reason": (str, int, type(None)),
           "seconds": float, "digest": str}
-TRACED = ("embedding", "rms_norm", "linear", "gated_linear", "rotary_and_cache", "paged_attention")
+TRACED = ("embedding", "rms_norm", "linear", "gated_linear", "rotary_and_cache", "paged_attention", "route",
+          "expert_linear", "silu_and_mul", "combine")
 
 
 def file_digest(file: Path) -> str:

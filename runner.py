@@ -331,7 +331,8 @@ class Runner:
         shape = Shape(num_tokens, 1, 1, 0, 0, 0, False, num_seqs)
         batch = self._batch(upload(pack(shape, {}), self.device), shape, (0, 0, 0))
         logits = self.model.logits(self.model.forward(batch, self.kv_cache))
-        self._logprobs(logits.clone(), self.ops.argmax(logits), 1)
+        tokens = self.ops.argmax(logits).clamp(max=logits.shape[1] - 1)  # of unwritten rows: maybe no token at all
+        self._logprobs(logits.clone(), tokens, 1)
 
 
 def measure_blocks(model: Model, utilization: float, max_num_seqs: int, max_num_batched_tokens: int) -> int:

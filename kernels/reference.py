@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.tiles import KV_SPLIT, KV_TILE, LOGPROB_SCALE_BITS, leaf_length
+from kernels.work import Routing
 
 COLUMNS, LANES = 64, 4096
 NO_ID = 2**31 - 1  # of a row without a number, as kernels.sample has it
@@ -208,6 +209,33 @@ def logprobs(logits, token_ids, top):
     ids = torch.stack([by_value(row)[:top] for row in logits]) if top else token_ids.new_empty((len(logits), 0))
     values = (logits - peak).double() - logs
     return (values.gather(1, token_ids[:, None])[:, 0].float(), ids.to(torch.int32), values.gather(1, ids).float())
+
+
+def route(logits, top_k, normalise, slot_mapping, dtype):
+    ranked = torch.where(logits == logits, logits, -torch.inf)
+    scaled = logits - ranked.amax(1, keepdim=True)
+    ids = torch.stack([by_value(row)[:top_k].sort().values for row in ranked])
+    totals = mass(scaled.gather(1, ids) if normalise else scaled).sum(1, keepdim=True)
+    totals = totals.float() * 2.0**-LOGPROB_SCALE_BITS
+    weights = by_lanes(torch.exp2, scaled.gather(1, ids) * math.log2(math.e)) / totals
+    return Routing(weights, torch.where(slot_mapping[:, None] < 0, logits.shape[1], ids).to(torch.int32))
+
+
+def expert_linear(x, weight, leaves, routing):
+    ids = routing.ids.flatten()
+    out = torch.empty((len(ids), weight.shape[1]), dtype=x.dtype)
+    for expert in ids.unique().tolist():
+        if expert < len(weight):
+            slots = torch.nonzero(ids == expert).flatten()
+            out[slots] = linear(x[slots // (len(ids) // len(x))], weight[expert], None, leaves, x.dtype)
+    return out
+
+
+def combine(y, routing):
+    first, *rest = (y.view(*routing.ids.shape, -1).float() * routing.weights[..., None]).unbind(1)
+    for term in rest:
+        first = first + term
+    return first.to(y.dtype)
 
 
 def argmax(logits):

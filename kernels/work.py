@@ -1,7 +1,7 @@
-"""The work list of paged attention: which query tokens meet which KV splits, and who merges.
+"""The work lists of paged attention (which query tokens meet which KV splits, and who merges) and of experts.
 
-Planned once a step on the host with NumPy. How the work is cut is schedule: it may follow the batch, because every
-cut adds the same splits in the same order.
+Attention is planned once a step on the host with NumPy, experts in every layer by the device. How the work is cut is
+schedule: it may follow the batch, because every cut adds the same numbers in the same order.
 """
 
 from dataclasses import dataclass, field
@@ -9,10 +9,28 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from kernels.tiles import KV_SPLIT
+from kernels.tiles import KV_SPLIT, LinearSchedule
 
 ITEM_FIELDS = 6  # sequence, first token, query tokens, first split, last split (exclusive), first partial row
 MERGE_FIELDS = 3  # token, first partial row, number of splits
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Which experts compute a layer's tokens: device tensors, which no host reads.
+
+    weights: [num_tokens, top_k] fp32; ids: [num_tokens, top_k] int32, a token's experts in ascending id, num_experts
+        where the token is padding. A slot is a place in them, token * top_k + place
+    rows: [num_slots] int32, the slots grouped by expert, ascending within; the tail that padding leaves is not written
+    tiles: [1 + most tiles, 3] int32: (their number, -, -), then (expert, first row, end of the expert's rows) of each
+    The CPU backend needs the first two only.
+    """
+
+    weights: torch.Tensor
+    ids: torch.Tensor
+    rows: torch.Tensor | None = None
+    tiles: torch.Tensor | None = None
+    schedule: LinearSchedule | None = None
 
 
 @dataclass(frozen=True)

@@ -46,4 +46,4 @@ def test_readme_prints_the_numerics_sheet():
     readme = (ROOT / "README.md").read_text()
     missing = [name for name, value in NUMERICS.items() if f"| {name} | {value} |" not in readme]
     assert not missing, "README.md must print every line of kernels.tiles.NUMERICS as a row of its table"
-    assert len(readme.splitlines()) < 110
+    assert len(readme.splitlines()) < 115

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, TINY_MOE
 
 import kernels
 from cache import BlockManager
@@ -82,17 +82,23 @@ def test_what_cannot_be_done_is_refused_by_name(tiny_folder, monkeypatch):
         LLM(tiny_folder, load_format="dummy", progress=False, tensor_parallel_size=2)
 
 
+EXPERTS = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2,
+           "moe_intermediate_size": 4608}  # an expert's gate and up have one leaf, half of their columns would have two
+
+
+@pytest.mark.parametrize("extra, expected", [({}, [2, 2, 1, 2, 1]), (EXPERTS, [2, 2, 2, 1, 2, 1])], ids=["mlp", "moe"])
 @pytest.mark.parametrize("size", [2, 3, 8, 16])
-def test_leaves_are_those_of_the_whole_weight(size):
-    config = ModelConfig.from_dict(QWEN3_8B | {"num_hidden_layers": 1})
+def test_leaves_are_those_of_the_whole_weight(size, extra, expected):
+    config = ModelConfig.from_dict(QWEN3_8B | {"num_hidden_layers": 1} | extra)
 
     def leaves(shard=None):
         model = Model(config, kernels.reference_ops(), torch.device("meta"), torch.bfloat16, 64, shard)
         linears = [part for part in vars(model.layers[0]).values() if isinstance(part, Linear)] + [model.lm_head]
         return [linear.leaves for linear in linears]
 
-    assert leaves() == [2, 2, 1, 2, 1]
-    assert all(leaves(Shard(rank, size, style)) == leaves() for rank in range(size) for style in ("column", "row"))
+    assert leaves() == expected
+    styles = ("column",) if extra else ("column", "row")
+    assert all(leaves(Shard(rank, size, style)) == expected for rank in range(size) for style in styles)
 
 
 def test_a_column_has_the_same_bits_wherever_a_shard_puts_it():
@@ -106,8 +112,9 @@ def test_a_column_has_the_same_bits_wherever_a_shard_puts_it():
             assert same_bits(part, whole[:, start : start + width])
 
 
-@pytest.mark.parametrize("style", ["column", "row"])
-@pytest.mark.parametrize("config", [TINY, LLAMA], ids=["qwen3", "llama"])
+@pytest.mark.parametrize("style, config", [(style, config) for style in ("column", "row")
+                                           for config in (TINY, LLAMA, TINY_MOE)
+                                           if (style, config) != ("row", TINY_MOE)])
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_a_rank_reads_its_slice_and_no_more(config, size, style):
     config = ModelConfig.from_dict(config)
@@ -141,8 +148,9 @@ def test_a_rank_reads_its_slice_and_no_more(config, size, style):
             part = loaded.parts[name][1]
             assert same_bits(view, whole.weights[name][part]) and same_bits(view, dummy.weights[name])
             owned[name][part] += 1
-    for name, count in owned.items():  # norms, the embedding and what a rank shares with others are held by several
-        several = "norm" in name or "embed" in name or name.endswith("o_proj.bias") or name.endswith("down_proj.bias")
+    for name, count in owned.items():  # norms, the embedding, routers and what a rank shares are held by several
+        several = "norm" in name or "embed" in name
+        several |= name.endswith(("o_proj.bias", "down_proj.bias", "mlp.gate.weight"))
         several |= size > config.num_kv_heads and ("k_proj" in name or "v_proj" in name)
         assert bool((count >= 1).all()) and (several or bool((count == 1).all())), name
 
@@ -290,6 +298,18 @@ def test_ranks_change_no_bit(tiny_folder, size):
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_ranks_change_no_bit_of_the_embedded_model(size):
     compare("models/embedded", size, [dict(chunked=size == 2, seeded=True, ahead=size == 3)], lengths=(190, 63))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_change_no_bit_of_experts(tmp_path, size):
+    config = TINY_MOE | {"decoder_sparse_step": 2}  # one layer with experts, one without
+    compare(write_config(tmp_path / "moe", config), size, cells())
+
+
+def test_experts_by_row_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="tp_style 'row' is not implemented for Qwen3MoeForCausalLM"):
+        Model(ModelConfig.from_dict(TINY_MOE), kernels.reference_ops(), torch.device("meta"), torch.float32, 64,
+              Shard(0, 2, "row"))
 
 
 def test_biases_and_an_untied_head(tmp_path):

@@ -76,6 +76,32 @@ def check_linear(device, dtype, schedules: list[LinearSchedule], K: int) -> Iter
                 yield Check("linear", f"{dtype}, K={K}, {leaves} leaves, {kind}, {schedule}", same)
 
 
+def check_experts(device, dtype, schedules: list[LinearSchedule], K: int) -> Iterator[Check]:
+    """Each schedule of the experts' products, slot by slot, against `linear` on the slot's row and expert: experts of
+    many tiles, of one, and without a row."""
+    from kernels.linear import linear
+    from kernels.moe import expert_linear, route
+
+    E, top_k, M, N = 8, 2, 400, 272
+    arrived = torch.zeros(16384, dtype=torch.int32, device=device)
+    reference = REFERENCE.linear_for(M, N, 1, dtype.itemsize)
+    slots = torch.arange(M, dtype=torch.int32, device=device)
+    for kind, make in INPUTS.items():
+        generator = torch.Generator(device).manual_seed(K)
+        x, w = make((M, K), generator).to(dtype), make((E, N, K), generator).to(dtype)
+        logits = torch.randn((M, E), generator=generator, device=device)
+        logits += torch.tensor([0, 3, 0, -99, 1, -2, -2, -4.0], device=device)
+        for leaves in (1, 2):
+            every = torch.stack([linear(x, one, None, leaves, dtype, reference, arrived) for one in w])
+            for schedule in schedules:
+                same = True
+                for m in (1, 17, M):
+                    routing = route(logits[:m], top_k, True, slots[:m], schedule)
+                    expected = every[routing.ids.long(), slots[:m, None].long()].flatten(0, 1)
+                    same &= same_bits(expert_linear(x[:m], w, leaves, routing, arrived), expected)
+                yield Check("experts", f"{dtype}, K={K}, {leaves} leaves, {kind}, {schedule}", same)
+
+
 def attention_inputs(device, dtype, heads: int, kv_heads: int, head_dim: int, length: int):
     """q for every position of one sequence of `length`, and its cache, NaN past the end."""
     generator = torch.Generator(device).manual_seed(head_dim)
@@ -190,11 +216,13 @@ def check_schedules(device: torch.device, dtype: torch.dtype, table: Schedules, 
     """Every schedule of `table` for this dtype; yields as it goes. Products of length K, or, without, the other ops."""
     if dtype == torch.float32:  # plain cores: one schedule, so the rows and the sharing of leaves are what is left
         one = table.linear_for(1, 272, 1, 4)
-        products = [one, replace(one, split=True)]
+        products = experts = [one, replace(one, split=True)]
     else:
         products = sorted({one for _, *pair in table.linear for one in pair}, key=str)
+        experts = sorted({variant for _, one in table.experts for variant in (one, replace(one, split=True))}, key=str)
     if K:
         yield from check_linear(device, dtype, products, K)
+        yield from check_experts(device, dtype, experts, K)
     else:
         yield from check_norm(device, dtype)
         yield from check_rotary(device, dtype)

@@ -129,19 +129,14 @@ def make_receipt(llm, output, index: int = 0, trace: bool = False) -> dict:
 def load_receipts(file: str | Path) -> list[dict]:
     """The receipts of a file of JSON lines. Raises ValueError naming the line that is none, OSError if unreadable."""
     receipts = []
-    try:
-        lines = Path(file).read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is no text, so it holds no receipts ({error})") from error
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
+    for number, line in enumerate(Path(file).read_text(encoding="utf-8", errors="replace").split("\n"), 1):
+        try:
+            if line.strip():
                 receipts.append(json.loads(line))
                 check_format(receipts[-1])
-            except (ValueError, RecursionError) as error:
-                what = f"no whole JSON object ({error}): cut short?" if isinstance(
-                    error, (json.JSONDecodeError, RecursionError)) else str(error)
-                raise ValueError(f"{file}, line {number}: {what}") from error
+        except (ValueError, RecursionError) as error:
+            what = "" if type(error) is ValueError else "no whole JSON object (is it cut short?): "
+            raise ValueError(f"{file}, line {number}: {what}{error}") from error
     if not receipts:
         raise ValueError(f"{file} holds no receipt: write one with --receipt")
     return receipts
@@ -150,39 +145,41 @@ def load_receipts(file: str | Path) -> list[dict]:
 def check_format(receipt) -> SamplingParams:
     """The sampling parameters of a receipt. Raises ValueError naming what of it is missing, unknown or of a wrong type:
     a receipt that says less or more than this version understands is not judged."""
-    if not isinstance(receipt, dict):
-        raise ValueError(f"a receipt is a JSON object, this is {type(receipt).__name__}")
-    if (version := receipt.get("version")) is not None and version != VERSION:
-        raise ValueError(f"receipt version {version!r} is unknown: this samebits reads {VERSION}, use the one it is of")
-    known = FIELDS | ({"trace": dict} if "trace" in receipt else {})
-    if odd := sorted(known.keys() ^ receipt.keys()):
-        raise ValueError(f"the receipt {'lacks' if odd[0] in known else 'has an unknown field'} {odd[0]!r}")
+
+    def need(holds: object, otherwise: str) -> None:
+        if not holds:
+            raise ValueError(otherwise)
+
+    def need_fields(what: str, given: dict, known: dict) -> None:
+        for name in sorted(known.keys() ^ given.keys()):
+            raise ValueError(f"{what} {'lacks' if name in known else 'has an unknown field'} {name!r}")
+
+    need(isinstance(receipt, dict), "a receipt is a JSON object, and this is none")
+    version, known = receipt.get("version", VERSION), FIELDS | ({"trace": dict} if "trace" in receipt else {})
+    need(version == VERSION, f"receipt version {version!r} is unknown: this samebits reads {VERSION}, take its own")
+    need_fields("the receipt", receipt, known)
     for name, kind in known.items():
-        if not isinstance(receipt[name], kind) or isinstance(receipt[name], bool):
-            raise ValueError(f"{name} is of the wrong type: {str(receipt[name])[:40]!r}")
+        need(isinstance(receipt[name], kind) and type(receipt[name]) is not bool, f"{name} is of the wrong type")
     for name in ("prompt_token_ids", "token_ids"):
-        if not receipt[name] or not all(type(token) is int and token >= 0 for token in receipt[name]):
-            raise ValueError(f"{name} must be a list of token ids, not empty, each a whole number of 0 or more")
-    if not all(isinstance(word, str) and re.fullmatch("[0-9a-f]{8}", word) for word in receipt["logprobs"]):
-        raise ValueError("logprobs must be words of 8 lower-case hex digits, the bits of an fp32 number each")
-    if len(receipt["logprobs"]) != len(receipt["token_ids"]):
-        raise ValueError(f"{len(receipt['token_ids'])} token_ids but {len(receipt['logprobs'])} logprobs")
+        need(receipt[name] and all(type(token) is int and token >= 0 for token in receipt[name]),
+             f"{name} must be a list of token ids, not empty, each a whole number of 0 or more")
+    need(all(isinstance(word, str) and re.fullmatch("[0-9a-f]{8}", word) for word in receipt["logprobs"]),
+         "logprobs must be words of 8 lower-case hex digits, the bits of an fp32 number each")
+    counts = len(receipt["token_ids"]), len(receipt["logprobs"])
+    need(counts[0] == counts[1], f"{counts[0]} token_ids but {counts[1]} logprobs")
     values, expected = receipt["params"], asdict(SamplingParams())
-    if odd := sorted((expected.keys() - {"seed"}) ^ values.keys()):
-        raise ValueError(f"params {'lack' if odd[0] in expected else 'have an unknown field'} {odd[0]!r}")
-    optional = ("logprobs", "prompt_logprobs")
+    need_fields("params", values | {"seed": receipt["seed"]}, expected)
     for name, value in values.items():
-        if value is None and name not in optional or type(expected[name]) is bool and type(value) is not bool:
-            raise ValueError(f"params.{name} is {value!r}, which is no resolved value")
+        resolved = value is not None or name in ("logprobs", "prompt_logprobs")
+        need(resolved and (type(value) is bool) == (type(expected[name]) is bool), f"params.{name} cannot be {value!r}")
     try:
-        tuples = {name: tuple(values[name]) for name in ("stop", "stop_token_ids")}
-        bias = {int(token): value for token, value in values["logit_bias"].items()}
-        params = SamplingParams(**values | tuples | {"logit_bias": bias, "seed": receipt["seed"]})
+        values = values | {name: tuple(values[name]) for name in ("stop", "stop_token_ids")}
+        values["logit_bias"] = {int(token): bias for token, bias in values["logit_bias"].items()}
+        params = SamplingParams(**values, seed=receipt["seed"])
         params.validate()
+        need(params.n == 1, "n must be 1: a receipt is of one completion, with a seed of its own")
     except (TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"params: {error}") from error
-    if params.n != 1:
-        raise ValueError("params.n must be 1: a receipt is of one completion, with a seed of its own")
     return params
 
 
@@ -223,8 +220,7 @@ def replay(llm, prompt: list[int], params: SamplingParams, seed: int, token_ids:
     that stands there, and the trace: op -> sha256 of its output, 16 hex digits, in the order of computation."""
     if trace and (llm.has_unfinished_requests or llm.ranks.size > 1):
         raise ValueError("a trace takes an engine on one rank that has nothing else to do")
-    if max(whole := prompt + token_ids) >= llm.config.vocab_size:
-        raise ValueError(f"token id {max(whole)} is outside the vocabulary of {llm.config.vocab_size}")
+    whole = prompt + token_ids
     if len(whole) > llm.max_model_len:
         raise ValueError(f"{len(whole)} tokens are more than this engine's max_model_len of {llm.max_model_len}")
     drawn, hashes, ends = [], {}, llm.end_tokens(params)
@@ -292,13 +288,11 @@ def verify(llm, receipt: dict) -> Verdict:
 def compare_tokens(start: int, token_ids: list[int], words: list[str], drawn: list[int], logprobs: list[float]) -> list:
     """The first place where tokens or logprob bits differ, in words; `start`: the position of token 0."""
     for i, (token, word, again, ours) in enumerate(zip(token_ids, words, drawn, hex_words(logprobs), strict=True)):
-        theirs = float(np.array(int(word, 16), np.uint32).view(np.float32))
-        if token != again:
-            return [f"token {i} (position {start + i}) is {token} in the receipt, but the draw gives {again}; "
-                    f"logprob of {token}: {theirs:.9g} in the receipt, {logprobs[i]:.9g} here"]
-        if word != ours:
-            return [f"the logprob of token {i} (position {start + i}) has bits {word} in the receipt, {ours} here: "
-                    f"{theirs:.9g} and {logprobs[i]:.9g}, {abs(int(word, 16) - int(ours, 16))} units in the last place"]
+        if (token, word) != (again, ours):
+            what = f"the draw gives {again}" if token != again else "its logprob differs"
+            theirs, units = np.array(int(word, 16), np.uint32).view(np.float32), abs(int(word, 16) - int(ours, 16))
+            return [f"token {i} (position {start + i}) is {token} in the receipt, but {what}; its logprob there is "
+                    f"{theirs:.9g} (bits {word}), here {logprobs[i]:.9g} ({ours}): {units} units in the last place"]
     return []
 
 

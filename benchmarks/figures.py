@@ -1,6 +1,7 @@
 """One figure an experiment, for a reader who has seen nothing else: the title is the question, ours is always blue."""
 
 from pathlib import Path
+from statistics import median
 
 OURS, OTHER = "C0", "C3"
 BOTH = (("twin", OTHER, "an engine whose sums follow the batch"), ("samebits", OURS, "samebits"))
@@ -10,6 +11,7 @@ def product(axes, r: dict) -> None:
     for name, color, label in (("library", OTHER, "the library's product"), ("samebits", OURS, "samebits")):
         axes.plot(r["rows"], r[name]["words"], "o-", color=color, label=label)
     axes.set_xscale("log", base=2)
+    axes.set_xticks(r["rows"], [str(rows) for rows in r["rows"]])
     axes.set(title="Does a row of a matrix product change when other rows join it?", xlabel="rows in the product",
              ylabel=f"of the row's {r['N']:,} numbers, how many changed", ylim=(-0.03 * r["N"], None))
 
@@ -24,8 +26,8 @@ def feynman(axes, r: dict) -> None:
 
 
 def price(axes, r: dict) -> None:
-    bars = {"samebits": min(r["samebits"]["walls_s"]),
-            "the same engine,\nbits may follow the batch": min(r["twin"]["walls_s"]),
+    bars = {"samebits": median(r["samebits"]["walls_s"]),
+            "the same engine,\nbits may follow the batch": median(r["twin"]["walls_s"]),
             **{peer["what"].replace(" (", "\n("): min(peer["wall_s"]) for peer in r["peers"].values()}}
     colors = [OURS, OTHER] + ["lightgrey"] * len(r["peers"])
     axes.bar(list(bars), [r["out_tokens"] / seconds for seconds in bars.values()], color=colors)

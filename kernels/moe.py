@@ -13,12 +13,14 @@ from kernels.logprobs import mass
 from kernels.tiles import LOGPROB_SCALE_BITS, LinearSchedule, leaf_length
 from kernels.work import Routing
 
+FEW_SLOTS = 32  # up to here two tokens seldom meet in an expert: reading its weights twice costs less than a launch
 TILE_FIELDS = 3  # expert, first of its rows in the tile, end of all its rows
 
 
 @triton.jit
-def route_kernel(logits_ptr, positions_ptr, weights_ptr, ids_ptr, E: tl.constexpr, TOP_K: tl.constexpr,
-                 NORMALISE: tl.constexpr, SCALE_BITS: tl.constexpr, BLOCK: tl.constexpr):
+def route_kernel(logits_ptr, slot_mapping_ptr, weights_ptr, ids_ptr, rows_ptr, tiles_ptr, E: tl.constexpr,
+                 TOP_K: tl.constexpr, NORMALISE: tl.constexpr, ALONE: tl.constexpr, FIELDS: tl.constexpr,
+                 SCALE_BITS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
     exists = expert < E
@@ -34,9 +36,17 @@ def route_kernel(logits_ptr, positions_ptr, weights_ptr, ids_ptr, E: tl.constexp
     total = tl.sum(tl.where(chosen if NORMALISE else exists, mass(x, peak, SCALE_BITS), 0), 0)
     weight = tl.exp2((x - peak) * 1.4426950408889634) / (total.to(tl.float32) * (1.0 / (1 << SCALE_BITS)))
     out = row * TOP_K + tl.cumsum(chosen.to(tl.int32), 0) - 1  # an integer count: the places are in ascending id
-    is_padding = tl.load(positions_ptr + row) < 0
+    is_padding = tl.load(slot_mapping_ptr + row) < 0
     tl.store(weights_ptr + out, weight, mask=chosen)
     tl.store(ids_ptr + out, tl.where(is_padding, E, expert), mask=chosen)
+    if ALONE:  # each slot is a tile of its own, empty if it is padding: nothing is left to group
+        tile_ptr = tiles_ptr + (1 + out) * FIELDS
+        tl.store(rows_ptr + out, out.to(tl.int32), mask=chosen)
+        tl.store(tile_ptr, expert, mask=chosen)
+        tl.store(tile_ptr + 1, out.to(tl.int32), mask=chosen)
+        tl.store(tile_ptr + 2, tl.where(is_padding, out, out + 1).to(tl.int32), mask=chosen)
+        if row == 0:
+            tl.store(tiles_ptr, tl.num_programs(0) * TOP_K)
 
 
 @triton.jit(do_not_specialize=["S"])
@@ -79,7 +89,8 @@ def route(logits: torch.Tensor, top_k: int, normalise: bool, slot_mapping: torch
 
     Reduction order: none; max is exact, ties go to the lowest id, and the normaliser is an int64 sum of
         exp(x - max) * 2^44. Rows are grouped by integer counts, in ascending slot.
-    Schedule: warps, ids a block, rows a tile. The number of tiles has a bound that only shapes decide.
+    Schedule: warps, ids a block, rows a tile; up to FEW_SLOTS slots are not grouped. The number of tiles has a bound
+        that shapes alone decide.
     """
     M, E = logits.shape
     assert logits.is_contiguous() and logits.dtype == torch.float32 and 0 < top_k <= E, (logits.shape, top_k)
@@ -88,12 +99,15 @@ def route(logits: torch.Tensor, top_k: int, normalise: bool, slot_mapping: torch
     weights = torch.empty((M, top_k), dtype=torch.float32, device=logits.device)
     ids = torch.empty((M, top_k), dtype=torch.int32, device=logits.device)
     rows = torch.empty(S, dtype=torch.int32, device=logits.device)
-    # Row 0 holds the number of tiles. Each expert's last tile may be partly filled, and no tile is empty.
-    tiles = torch.empty((1 + min(S, S // BLOCK_M + E), TILE_FIELDS), dtype=torch.int32, device=logits.device)
-    route_kernel[(M,)](logits, slot_mapping, weights, ids, E, top_k, normalise, LOGPROB_SCALE_BITS,
-                       max(32, triton.next_power_of_2(E)), num_warps=1, enable_fp_fusion=False)
-    group_kernel[(E,)](ids, rows, tiles, S, E, BLOCK_M, TILE_FIELDS, max(32, triton.next_power_of_2(E + 1)),
-                       256 if S <= 256 else 2048, num_warps=4, enable_fp_fusion=False)
+    alone = S <= FEW_SLOTS
+    # Grouped, an expert's last tile may be partly filled, and no tile is empty. Row 0 holds their number.
+    bound = S if alone else min(S, S // BLOCK_M + E)
+    tiles = torch.empty((1 + bound, TILE_FIELDS), dtype=torch.int32, device=logits.device)
+    route_kernel[(M,)](logits, slot_mapping, weights, ids, rows, tiles, E, top_k, normalise, alone, TILE_FIELDS,
+                       LOGPROB_SCALE_BITS, max(32, triton.next_power_of_2(E)), num_warps=1, enable_fp_fusion=False)
+    if not alone:
+        group_kernel[(E,)](ids, rows, tiles, S, E, BLOCK_M, TILE_FIELDS, max(32, triton.next_power_of_2(E + 1)),
+                           256 if S <= 256 else 2048, num_warps=4, enable_fp_fusion=False)
     return Routing(weights, ids, rows, tiles, schedule)
 
 
@@ -109,8 +123,12 @@ def expert_linear_kernel(x_ptr, w_ptr, out_ptr, rows_ptr, tiles_ptr, partial_ptr
         return
     tile_ptr = tiles_ptr + (1 + tile) * FIELDS
     expert = tl.load(tile_ptr).to(tl.int64)
-    row = tl.load(tile_ptr + 1) + tl.arange(0, BLOCK_M)
-    live = row < tl.load(tile_ptr + 2)
+    first = tl.load(tile_ptr + 1)
+    end = tl.load(tile_ptr + 2)
+    if first >= end:
+        return
+    row = first + tl.arange(0, BLOCK_M)
+    live = row < end
     slot = tl.load(rows_ptr + row, mask=live, other=0).to(tl.int64)
     offs_n = tl.program_id(0) % TILES_N * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)

@@ -21,7 +21,8 @@ class Routing:
 
     weights: [num_tokens, top_k] fp32; ids: [num_tokens, top_k] int32, a token's experts in ascending id, num_experts
         where the token is padding. A slot is a place in them, token * top_k + place
-    rows: [num_slots] int32, the slots grouped by expert, ascending within; the tail that padding leaves is not written
+    rows: [num_slots] int32, the slots, grouped by expert and ascending within unless they are few; the tail that
+        padding leaves is not written
     tiles: [1 + most tiles, 3] int32: (their number, -, -), then (expert, first row, end of the expert's rows) of each
     The CPU backend needs the first two only.
     """

@@ -80,7 +80,7 @@ def test_a_broken_row_harms_no_other(ops):
     assert same_bits(broken.weights[2], whole.weights[2]) and same_bits(broken.ids[2], whole.ids[2])
 
 
-@pytest.mark.parametrize("M, E, top_k, block_m", [(1, 128, 8, 16), (33, 6, 2, 16), (300, 9, 3, 64), (1100, 3, 2, 64)])
+@pytest.mark.parametrize("M, E, top_k, block_m", [(5, 128, 8, 16), (33, 6, 2, 16), (300, 9, 3, 64), (1100, 3, 2, 64)])
 def test_grouping_is_a_stable_sort(M, E, top_k, block_m):
     """Field bug 26: slots of an expert in the order in which programs arrived. Every row is in one tile of its expert,
     padding in none, and no more tiles are made than the grid has programs for."""
@@ -101,6 +101,25 @@ def test_grouping_is_a_stable_sort(M, E, top_k, block_m):
     for e, (first, end) in enumerate(zip(starts, starts[1:], strict=False)):
         expected += [[e, row, end] for row in range(first, end, block_m)]
     assert made[:count] == expected
+
+
+def test_few_slots_are_not_grouped():
+    """Each is a tile of its own, empty where the token is padding, and the products are those of grouped slots."""
+    ops, E, K = kernels.triton_ops(DEVICE), 6, 96
+    logits, x = random(ops, 20, E), random(ops, 20, K, dtype=torch.float16)
+    weight = random(ops, E, 64, K, dtype=torch.float16, seed=1)
+    few = route(ops, logits[:4], 2, padding=[1])
+    ids = few.ids.cpu().flatten().tolist()
+    assert ids[2:4] == [E, E] and int(few.tiles[0, 0]) == 8
+    tiles = few.tiles[1:].tolist()
+    assert [tile[1:] for tile in tiles] == [[slot, slot + (slot not in (2, 3))] for slot in range(8)]
+    assert [e for e, first, end in tiles if first < end] == [e for e in ids if e < E]
+    assert few.rows.tolist() == list(range(8))
+    many = ops.expert_linear(x, weight, 1, route(ops, logits, 2))
+    some = ops.expert_linear(x[:4], weight, 1, few)
+    live = place(ops, torch.tensor([0, 1, 4, 5, 6, 7]))
+    assert same_bits(some[live], many[live])
+    assert bool(some[2:4].isnan().all()), "nothing is computed for padding"
 
 
 @pytest.mark.parametrize("top_k, E, favoured", [(1, 4, [2]), (3, 6, [0, 4, 5]), (2, 3, [])],

@@ -95,7 +95,7 @@ def check_experts(device, dtype, schedules: list[LinearSchedule], K: int) -> Ite
             every = torch.stack([linear(x, one, None, leaves, dtype, reference, arrived) for one in w])
             for schedule in schedules:
                 same = True
-                for m in (1, 17, M):
+                for m in (1, 9, 17, M):
                     routing = route(logits[:m], top_k, True, slots[:m], schedule)
                     expected = every[routing.ids.long(), slots[:m, None].long()].flatten(0, 1)
                     same &= same_bits(expert_linear(x[:m], w, leaves, routing, arrived), expected)

@@ -14,6 +14,12 @@ from tools.selfcheck_serving import Serving, selfcheck
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    """Five tokens each: 40 words of four needles."""
+    monkeypatch.setattr("tools.selfcheck_serving.OUTPUT", 5)
+
+
 def engine(folder, ops=None) -> LLM:
     return LLM(folder, load_format="dummy", device="cpu", ops=ops, progress=False, num_gpu_blocks_override=256)
 
@@ -24,7 +30,7 @@ def test_same_bits(tiny_folder, capsys):
     limits = llm.scheduler.max_num_batched_tokens, llm.scheduler.blocks, llm.async_scheduling
     assert selfcheck(llm) == 0
     out = capsys.readouterr().out
-    rows = [line for line in out.splitlines() if re.search(r" 96 +0( |$)", line)]
+    rows = [line for line in out.splitlines() if re.search(r" 40 +0( |$)", line)]
     assert len(rows) >= 12 and "same bits" in out and "a CPU has one" in out
     assert any(" preempted" in row and " 0 preempted" not in row for row in rows)
     assert limits == (llm.scheduler.max_num_batched_tokens, llm.scheduler.blocks, llm.async_scheduling)

@@ -78,6 +78,22 @@ def group_kernel(ids_ptr, rows_ptr, tiles_ptr, S, E: tl.constexpr, BLOCK_M: tl.c
             first += tl.sum(mine.to(tl.int32), 0)
 
 
+def group(ids: torch.Tensor, num_experts: int, BLOCK_M: int, rows: torch.Tensor, tiles: torch.Tensor) -> None:
+    """List the slots of each expert, and the tiles of BLOCK_M rows that hold them.
+
+    ids: [num_slots] int32, contiguous, `num_experts` where the slot is padding
+    rows: [num_slots] int32; tiles: [1 + most tiles, TILE_FIELDS] int32; both as in `Routing`, written here
+
+    Reduction order: none; integer counts, so that an expert's slots are in ascending order.
+    Schedule: ids a block, warps, rows a tile.
+    """
+    S = ids.numel()
+    assert ids.is_contiguous() and len(rows) == S and len(tiles) > min(S, S // BLOCK_M + num_experts)
+    group_kernel[(num_experts,)](ids, rows, tiles, S, num_experts, BLOCK_M, TILE_FIELDS,
+                                 max(32, triton.next_power_of_2(num_experts + 1)), 256 if S <= 256 else 2048,
+                                 num_warps=4, enable_fp_fusion=False)
+
+
 def route(logits: torch.Tensor, top_k: int, normalise: bool, slot_mapping: torch.Tensor,
           schedule: LinearSchedule) -> Routing:
     """The `top_k` experts of each token, their weights, and the rows and tiles of each expert.
@@ -106,8 +122,7 @@ def route(logits: torch.Tensor, top_k: int, normalise: bool, slot_mapping: torch
     route_kernel[(M,)](logits, slot_mapping, weights, ids, rows, tiles, E, top_k, normalise, alone, TILE_FIELDS,
                        LOGPROB_SCALE_BITS, max(32, triton.next_power_of_2(E)), num_warps=1, enable_fp_fusion=False)
     if not alone:
-        group_kernel[(E,)](ids, rows, tiles, S, E, BLOCK_M, TILE_FIELDS, max(32, triton.next_power_of_2(E + 1)),
-                           256 if S <= 256 else 2048, num_warps=4, enable_fp_fusion=False)
+        group(ids, E, BLOCK_M, rows, tiles)
     return Routing(weights, ids, rows, tiles, schedule)
 
 

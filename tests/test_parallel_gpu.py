@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, TINY_MOE
 from test_parallel import LLAMA, QWEN3_8B, SERVE, assert_gone, cells, engine, hard, ordered, serve, write_config
 
 from kernels import same_bits
@@ -22,11 +22,11 @@ BIG = QWEN3_8B | {"num_hidden_layers": 4, "tie_word_embeddings": False}
 
 @pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
 @pytest.mark.parametrize("exchange", ["1", "0"], ids=["symmetric", "nccl"])
-@pytest.mark.parametrize("name", ["tiny", "llama", "qwen3-8b", "embedded"])
+@pytest.mark.parametrize("name", ["tiny", "llama", "moe", "qwen3-8b", "embedded"])
 @pytest.mark.parametrize("size", SIZES)
 def test_ranks_change_no_bit(size, name, exchange, eager, tiny_folder, tmp_path, monkeypatch):
     folder = {"tiny": tiny_folder, "embedded": "models/embedded"}.get(name)
-    folder = folder or write_config(tmp_path / name, {"llama": LLAMA, "qwen3-8b": BIG}[name])
+    folder = folder or write_config(tmp_path / name, {"llama": LLAMA, "moe": TINY_MOE, "qwen3-8b": BIG}[name])
     alone = engine(folder, 1, device="cuda")
     expected = {seeded: serve(alone, batched=False, seeded=seeded) for seeded in (False, True)}
     fingerprint = alone.fingerprint

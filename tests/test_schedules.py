@@ -153,12 +153,15 @@ def test_a_kernel_launched_twice_gives_the_same_bits(tiny_folder):
 
 
 @pytest.mark.gpu
-def test_reference_schedule_and_graphs_change_no_bit(tiny_folder):
-    """`--schedule reference`, eager and graph replay: one answer."""
+@pytest.mark.parametrize("config", [TINY, TINY_MOE], ids=["dense", "moe"])
+def test_reference_schedule_and_graphs_change_no_bit(tmp_path, config):
+    """`--schedule reference`, eager and graph replay, more than once (field bug 27): one answer."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
     found = []
     for options in ({"schedule": "reference"}, {"enforce_eager": True}, {}):
-        llm = LLM(tiny_folder, load_format="dummy", num_gpu_blocks_override=64, progress=False, **options)
-        outputs = llm.generate([[5, 6, 7], list(range(4, 300))], SamplingParams(
-            temperature=0.7, seed=3, max_tokens=20, logprobs=0, ignore_eos=True))
-        found.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs])
-    assert found[0] == found[1] == found[2]
+        llm = LLM(tmp_path, load_format="dummy", num_gpu_blocks_override=64, progress=False, **options)
+        for _ in range(1 if options else 20):
+            outputs = llm.generate([[5, 6, 7], list(range(4, 300))], SamplingParams(
+                temperature=0.7, seed=3, max_tokens=20, logprobs=0, ignore_eos=True))
+            found.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs])
+    assert all(answers == found[0] for answers in found)

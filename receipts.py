@@ -278,10 +278,10 @@ def verify(llm, receipt: dict) -> Verdict:
     if same_engine or trace and here["config"] == there.get("config"):
         drawn, logprobs, ours = replay(llm, prompt, params, receipt["seed"], token_ids, trace is not None)
         differs = [where for where in ours | (trace or {}) if ours.get(where) != (trace or {}).get(where)]
-        if trace is not None and differs:
-            problems.append(f"trace: the first op whose output differs is {differs[0]} ({len(differs)} of {len(ours)})")
         problems += compare_tokens(len(prompt), token_ids, words, drawn, logprobs) or (
             compare_end(llm, receipt, params, logprobs) if same_engine else [])
+        if trace is not None and differs:
+            problems.append(f"trace: the first op whose output differs is {differs[0]} ({len(differs)} of {len(ours)})")
     return Verdict(problems, len(token_ids), time.perf_counter() - begin, receipt["seconds"])
 
 

@@ -217,11 +217,11 @@ def test_trace_of_two_arithmetics(llm):
 
     other = LLM(device="cpu", progress=False, num_gpu_blocks_override=16, ops=replace(ops, gated_linear=gated_linear))
     problems = llm.verify(ask(other, seed=1, trace=True)).problems
-    assert "whose output differs is layers.2.mlp.gate_proj gated_linear" in problems[0]
-    assert "its logprob differs" in problems[1] or "the draw gives" in problems[1]
+    assert "whose output differs is layers.2.mlp.gate_proj gated_linear" in problems[1]
+    assert " token 0 " in f" {problems[0]}"
     half = LLM(device="cpu", dtype="bfloat16", progress=False, num_gpu_blocks_override=16)
     problems = llm.verify(ask(half, seed=1, trace=True)).problems
-    assert "dtype bfloat16" in problems[0] and "differs is embed_tokens embedding" in problems[1]
+    assert "dtype bfloat16" in problems[0] and "differs is embed_tokens embedding" in problems[-1]
 
 
 def test_what_gets_no_receipt(llm):

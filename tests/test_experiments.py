@@ -75,7 +75,7 @@ def test_the_search_finds_a_rare_flaw(tiny):
 
     def linear(x, weight, bias, leaves, out_dtype, out=None):
         result = ops.linear(x, weight, bias, leaves, out_dtype, out)
-        return torch.nextafter(result, result + 1) if len(x) > 90 and weight.shape[0] == 192 else result
+        return torch.nextafter(result, result + 1) if len(x) > 90 and weight.shape[0] == 256 else result
 
     assert tiny(replace(ops, linear=linear), minutes=0.1).run(["5"], ENV, None)["search"]["differences"] > 0
 

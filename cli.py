@@ -180,8 +180,8 @@ def main(argv: list[str] | None = None) -> int:
     args = (parser := build_parser()).parse_args(argv)
     if (args.system or args.no_think) and not args.chat:
         parser.error("--system and --no-think need --chat")
-    if args.trace and not args.receipt:
-        parser.error("--trace needs --receipt")
+    if args.trace and (not args.receipt or args.tensor_parallel_size > 1):
+        parser.error("--trace needs --receipt, and one rank")
     if sum(map(bool, (args.fingerprint, args.verify, args.selfcheck, args.prompt or args.prompt_file))) > 1:
         parser.error("--fingerprint, --verify, --selfcheck and prompts: one of these at a time")
     try:

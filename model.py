@@ -186,7 +186,7 @@ class Batch:
 
     input_ids: [num_tokens] int32
     drawn: [max_num_seqs] int64, the tokens chosen by the step before; an input id of -1 - r stands for drawn[r]
-    logits_rows: [num_logits] int64, the rows whose logits are wanted; None means every row
+    logits_rows: [num_logits] int32, the rows whose logits are wanted; None means every row
     """
 
     input_ids: torch.Tensor
@@ -225,6 +225,8 @@ class Shard:
         """Every rank's part of each axis: columns in units of 128, or of less where these are too few; KV heads with
         their query heads. With more ranks than KV heads, several hold the same one and share its query heads. Raises
         ValueError naming an axis that cannot be dealt."""
+        if c.num_experts and self.numerics != "column":
+            raise ValueError(f"tp_style 'row' is not implemented for {c.architecture}: use 'column'")
         ranks, H, group = self.size, c.num_kv_heads, c.num_heads // c.num_kv_heads
         keys, queries = deal(H, min(ranks, H)), deal(H, min(ranks, H), group)
         if ranks > H:
@@ -289,8 +291,6 @@ class Model:
         self.num_heads, self.num_kv_heads = length(q) // D, length(kv) // D
         q_size, kv_size, by_row = c.num_heads * D, c.num_kv_heads * D, shard.size > 1 and shard.style == "row"
         whole = slice(0, c.hidden_size)
-        if by_row and c.num_experts:
-            raise ValueError(f"tp_style 'row' is not implemented for {c.architecture}: use 'column'")
 
         def leave(name: str, K: int, part: slice, has_bias: bool) -> Linear:  # a product whose input is sharded
             rows, columns = (whole, part) if by_row else (hidden, slice(0, K))

@@ -51,10 +51,11 @@ class Ranks:
             yield
             self._is_starting = False
         except BaseException as error:
-            time.sleep(0.5 if self.children and isinstance(error, RuntimeError) else 0)  # maybe the echo of a death
+            echo = isinstance(error, (RuntimeError, BrokenPipeError))  # maybe of a death
+            time.sleep(0.5 if self.children and echo else 0)
             obituary = self._obituary()
             self.close(in_step=True)
-            if isinstance(error, RuntimeError) and obituary:
+            if echo and obituary:
                 raise ChildProcessError(obituary) from error
             raise
 

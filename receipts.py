@@ -27,6 +27,7 @@ import sampler
 from checkpoint import Checkpoint
 from kernels import Ops
 from kernels.tiles import numerics_hash
+from kernels.work import Routing
 from model import Model, ModelConfig
 from runner import StepOutput
 from sampler import SamplingParams
@@ -112,7 +113,9 @@ def make_receipt(llm, output, index: int = 0, trace: bool = False) -> dict:
     if out.logprobs is None:
         raise ValueError("a receipt holds logprob bits: ask for them with SamplingParams(logprobs=0)")
     room = llm.max_model_len - len(output.prompt_token_ids)
-    own = replace(output.params, n=1, prompt_logprobs=None, max_tokens=min(output.params.max_tokens or room, room))
+    asked = output.params
+    own = replace(asked, n=1, prompt_logprobs=None, max_tokens=min(asked.max_tokens or room, room),
+                  min_tokens=min(asked.min_tokens, room))
     params = asdict(own)
     del params["seed"]
     receipt = {"version": VERSION, "fingerprint": llm.fingerprint, "parts": llm.fingerprint_parts,
@@ -199,10 +202,13 @@ def traced(model: Model, hashes: dict) -> Iterator[None]:
         def run(*args, **kwargs):
             nonlocal place
             result = op(*args, **kwargs)
-            place = weights.get(args[1].data_ptr(), place) if isinstance(args[1], torch.Tensor) else place
+            weight = args[1] if len(args) > 1 else None
+            place = weights.get(weight.data_ptr(), place) if isinstance(weight, torch.Tensor) else place
             if place != "norm":
-                rows = getattr(result, "weights", result).contiguous().view(torch.uint8).cpu().numpy()
-                hashes.setdefault(f"{place} {name}", hashlib.sha256()).update(rows)
+                routed = isinstance(result, Routing)
+                for part, rows in {" ids": result.ids, "": result.weights}.items() if routed else [("", result)]:
+                    words = rows.contiguous().view(torch.uint8).cpu().numpy()
+                    hashes.setdefault(f"{place} {name}{part}", hashlib.sha256()).update(words)
             return result
 
         return run

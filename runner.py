@@ -305,9 +305,8 @@ class Runner:
         return wait
 
     def _logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, top: int) -> list[tuple[float, dict[int, float]]]:
-        values, top_ids, top_values = self.ops.logprobs(logits, tokens, top)
-        tops = [dict(zip(i, v, strict=True)) for i, v in zip(top_ids.tolist(), top_values.tolist(), strict=True)]
-        return list(zip(values.tolist(), tops, strict=True))
+        values, *tops = (result.tolist() for result in self.ops.logprobs(logits, tokens, top))
+        return [(value, dict(zip(*top, strict=True))) for value, *top in zip(values, *tops, strict=True)]
 
     def _prompt_slabs(self, seqs: list[Sequence]) -> list[tuple[Sequence, int, list[int]]]:
         """(sequence, first row, the tokens that follow its rows) of the prompt logits that this step is asked for.

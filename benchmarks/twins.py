@@ -2,6 +2,7 @@
 
 `batch_dependent` is made to be caught: split counts follow the number of rows and sequences, all else is the same.
 `library` is made to be fast, and prices the promise: cuBLAS, and our attention with splits that fill the GPU.
+The products of experts are ours in both.
 """
 
 import math

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, TINY_MOE
 from test_engine import write_text_folder
 
 import cli
@@ -204,6 +204,22 @@ def test_trace(llm, receipt):
     other = traced["trace"] | {"layers.3.self_attn.o_proj linear": "0" * 16, names[-1]: "1" * 16}
     assert only_problem(llm, forged(traced, trace=other)) == (
         f"trace: the first op whose output differs is layers.3.self_attn.o_proj linear (2 of {8 * layers + 2})")
+
+
+def test_trace_of_experts(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(TINY_MOE))
+    llm = LLM(tmp_path, load_format="dummy", device="cpu", progress=False, num_gpu_blocks_override=16)
+    output = llm.generate([5, 6, 7], SamplingParams(temperature=0.9, seed=2, max_tokens=6, logprobs=0, ignore_eos=True))
+    made = llm.receipt(output[0], trace=True)
+    assert {"route", "expert_linear", "silu_and_mul", "combine"} <= {name.split()[1] for name in made["trace"]}
+    llm.scheduler.max_num_batched_tokens = 4
+    assert llm.verify(made).verified
+
+
+def test_min_tokens_beyond_the_room_there_was():
+    llm = LLM(device="cpu", progress=False, num_gpu_blocks_override=16, max_model_len=64)
+    output = llm.generate([5] * 60, SamplingParams(seed=4, logprobs=0, min_tokens=30))[0]
+    assert llm.verify(llm.receipt(output)).verified
 
 
 def test_trace_of_two_arithmetics(llm):

@@ -163,7 +163,8 @@ def selfcheck(llm) -> int:
     if llm.ops.name == "triton":
         from kernels.tiles import schedules
         from tools.selfcheck import check_schedules, report
-        lengths = {config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim}
+        lengths = {config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim,
+                   config.moe_intermediate_size or config.hidden_size}
         table = schedules("auto", torch.cuda.get_device_capability(llm.device))
         same = report([check for K in (None, *sorted(lengths))
                        for check in check_schedules(llm.device, llm.dtype, table, K)])

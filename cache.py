@@ -26,8 +26,7 @@ class BlockManager:
     The prefix index maps (uid of the block before, the block's own tokens) to a block and its uid. Python's dict
     compares those keys in full, so two prefixes whose hashes collide are still told apart. A uid is given when a block
     is cached and never reused: entries behind an evicted block can no longer be reached. "Before" the first block is
-    ("root", salt): requests with different salts share nothing.
-    """
+    ("root", salt): requests with different salts share nothing."""
 
     def __init__(self, num_blocks: int, block_size: int = KV_TILE, enable_prefix_caching: bool = True):
         self.num_blocks, self.block_size = num_blocks, block_size
@@ -46,8 +45,7 @@ class BlockManager:
         """(blocks, the root and their uids) of the longest cached prefix, whole blocks only; not yet acquired.
 
         At least the last token is left to compute, since its hidden state is wanted: a prompt that is cached whole
-        matches one block less (field bug 46).
-        """
+        matches one block less (field bug 46)."""
         blocks: list[int] = []
         uids: list[object] = [("root", salt)]
         for end in range(self.block_size, len(token_ids), self.block_size):

@@ -22,8 +22,7 @@ def resolve(model: str, revision: str | None = None) -> Path:
 
     Nothing that holds code is fetched. HF_HUB_OFFLINE, HF_ENDPOINT, HF_HOME and HF_TOKEN are huggingface_hub's. Raises
     ValueError (no such folder, repository or revision, no access, no config.json) or ConnectionError (no answer, and
-    no copy in the cache).
-    """
+    no copy in the cache)."""
     folder = Path(model).expanduser()
     if not model or not folder.is_dir():  # Path("") would be the working directory
         if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model):
@@ -81,8 +80,7 @@ class Checkpoint:
 
     files: those that count, in name order: the index's, else `model.safetensors`; others in the folder are ignored
     shapes, dtypes: by tensor name; a dtype as safetensors spells it ("BF16", "F32")
-    Raises ValueError if files are absent, damaged, or at odds with the index, naming the file and the tensor.
-    """
+    Raises ValueError if files are absent, damaged, or at odds with the index, naming the file and the tensor."""
 
     def __init__(self, folder: Path):
         self.folder = Path(folder)

@@ -6,10 +6,8 @@ import json
 import sys
 import time
 from dataclasses import asdict, fields
-from pathlib import Path
 
 from engine import DEFAULT_MODEL, LLM, RequestOutput
-from receipts import load_receipts
 from sampler import SamplingParams, kind
 
 EXAMPLES = """examples:
@@ -17,7 +15,6 @@ EXAMPLES = """examples:
   python engine.py --chat --system "Answer in one sentence." --prompt "Why is the sky blue?"
   python engine.py --model Qwen/Qwen3-0.6B --chat --no-think --prompt "Hello" --temperature 0.7 --seed 1
   cat story.txt | python engine.py --prompt -
-  python engine.py --prompt "Once upon a time" --receipt answer.jsonl && python engine.py --verify answer.jsonl
 """
 METAVARS = {int: "N", float: "X", str: "TEXT"}
 
@@ -52,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
             add("--" + name, default=argparse.SUPPRESS, help=text, **takes)
     parser.set_defaults(max_tokens=512)  # the library's is the room left
 
-    add = parser.add_argument_group("engine", "None changes an answer, but its end, or --tp-style.").add_argument
+    add = parser.add_argument_group("engine", "None changes an answer, but where it is cut off.").add_argument
     add("--schedule", choices=["auto", "reference"], default="auto", help="reference: one fixed kernel configuration")
     add("--max-model-len", type=int, metavar="N", help="longest prompt + output (default: what model and cache allow)")
     add("--max-num-seqs", type=int, default=256, metavar="N", help="most sequences in a step (default: %(default)s)")
@@ -61,18 +58,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--num-gpu-blocks-override", type=int, metavar="N", help="size of the KV cache in blocks of 64 tokens")
     add("--no-enable-prefix-caching", dest="enable_prefix_caching", action="store_false")
     add("--enforce-eager", action="store_true", help="no CUDA graphs")
-    add("--tensor-parallel-size", type=int, default=1, metavar="N", help="ranks, one a GPU, that share the model")
-    add("--tp-style", choices=["column", "row"], default="column", help="row: half the exchanges, other bits each N")
 
     add = parser.add_argument_group("output").add_argument
     add("--json", action="store_true", help="one JSON object a completion: text, ids, logprobs (only shown here)")
-    add("--receipt", metavar="FILE", help="write one JSON object a completion, with which --verify can check it")
-    add("--trace", action="store_true", help="with --receipt: add a digest of every op's output, layer by layer")
-
-    add = parser.add_argument_group("proof", "Each of these instead of a prompt.").add_argument
-    add("--fingerprint", action="store_true", help="print the name of everything that may change bits, and its parts")
-    add("--verify", metavar="FILE", help="replay every receipt of a file in one prefill each; exit code 1 if one fails")
-    add("--selfcheck", action="store_true", help="compare schedules, and ways of serving this model, bit for bit")
+    add("--fingerprint", action="store_true", help="print the name of everything that may change bits, and end")
     return parser
 
 
@@ -105,40 +94,14 @@ def print_json(llm: LLM, output: RequestOutput) -> None:
         print(json.dumps({"prompt": output.prompt, "error": output.error}, ensure_ascii=False), flush=True)
 
 
-def verify(llm: LLM, receipts: list[dict]) -> int:
-    """Print what becomes of each receipt. Exit code 0, or 1 if one is not verified."""
-    failed = 0
-    for number, receipt in enumerate(receipts, 1):
-        try:
-            verdict = llm.verify(receipt)
-        except ValueError as error:
-            raise ValueError(f"receipt {number}: {error}") from error
-        print(f"receipt {number}: {'verified' if verdict.verified else 'NOT verified'}, {verdict.num_tokens} tokens in "
-              f"{verdict.seconds:.3g} s (generated in {verdict.generation_seconds:.3g} s)")
-        print("".join(f"  {problem}\n" for problem in verdict.problems), end="", flush=True)
-        failed += not verdict.verified
-    return 1 if failed else 0
-
-
 def run(args: argparse.Namespace) -> int:
     start = time.perf_counter()
-    receipts = load_receipts(args.verify) if args.verify else []
-    prompts = [] if args.fingerprint or args.verify or args.selfcheck else read_prompts(args)
-    if args.receipt:
-        open(args.receipt, "a").close()  # fails now, not after the work
+    prompts = [] if args.fingerprint else read_prompts(args)
     llm = LLM(**chosen(args, LLM), progress=sys.stderr.isatty())
     if args.fingerprint:
         print(llm.fingerprint)
-        for name, value in llm.fingerprint_parts.items():
-            print(f"  {name:12s}{value}")
         return 0
-    if args.selfcheck:
-        from tools.selfcheck_serving import selfcheck  # a tool: no other run needs it
-
-        return selfcheck(llm)
-    if args.verify:
-        return verify(llm, receipts)
-    own = {"logprobs": 0} if args.json or args.receipt else {}  # the tokens' own logprobs, asked for or not
+    own = {"logprobs": 0} if args.json else {}  # a record has the tokens' own logprobs, asked for or not
     params = SamplingParams(**own | chosen(args, SamplingParams))
     inputs = prompts
     if args.chat:
@@ -165,25 +128,17 @@ def run(args: argparse.Namespace) -> int:
         if output.error:
             print(f"error: prompt {i}: {output.error}", file=sys.stderr)
     took = time.perf_counter() - loaded
-    if args.receipt:
-        made = [llm.receipt(output, out.index, args.trace) for output in outputs for out in output.outputs
-                if out.finish_reason != "error"]
-        Path(args.receipt).write_text("".join(json.dumps(receipt) + "\n" for receipt in made))
     count = sum(len(out.token_ids) for output in outputs for out in output.outputs)
-    print(f"{count} tokens in {took:.2f} s: {count / took:.1f} tokens/s on {llm.hardware} "
+    print(f"{count} tokens in {took:.2f} s: {count / took:.1f} tokens/s on {llm.device.type} "
           f"(start {loaded - start:.1f} s)", file=sys.stderr)
     return 1 if any(output.error for output in outputs) else 0
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0, 1 (a request or a check failed), 2 (bad arguments, model or environment), 130 (stopped)."""
+    """Entry point. Exit code 0, 1 (a request failed), 2 (bad arguments, model or environment), 130 (interrupted)."""
     args = (parser := build_parser()).parse_args(argv)
     if (args.system or args.no_think) and not args.chat:
         parser.error("--system and --no-think need --chat")
-    if args.trace and (not args.receipt or args.tensor_parallel_size > 1):
-        parser.error("--trace needs --receipt, and one rank")
-    if sum(map(bool, (args.fingerprint, args.verify, args.selfcheck, args.prompt or args.prompt_file))) > 1:
-        parser.error("--fingerprint, --verify, --selfcheck and prompts: one of these at a time")
     try:
         return run(args)
     except (ValueError, OSError) as error:

@@ -8,7 +8,6 @@ are loops over `step`. Run as a program, this file is the command line (cli.py).
 import secrets
 import sys
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -23,14 +22,15 @@ import receipts
 from cache import BlockManager, allocate_kv_cache
 from kernels import Ops, make_ops
 from kernels.tiles import KV_TILE
-from model import DTYPES, Model, ModelConfig, Shard
-from parallel import Ranks
-from runner import LOGITS_SLAB, Runner, StepOutput, measure_blocks
+from model import DTYPES, Model, ModelConfig
+from runner import Runner, StepOutput
 from sampler import SamplingParams, completion_seed
 from scheduler import Scheduler, Sequence
 from text import Detokenizer, Tokenizer
 
 DEFAULT_MODEL = "models/embedded"  # in this folder, wherever one is
+GRAPH_RESERVE = 1 << 29  # bytes left free for CUDA graphs, which are captured after the cache is sized
+CPU_CACHE_BYTES = 1 << 30
 NOTHING = ((), list)  # no step in flight: no sequences, and no results to wait for
 
 
@@ -86,70 +86,50 @@ class LLM:
     max_num_seqs, max_num_batched_tokens: most sequences and tokens in a step
     gpu_memory_utilization: share of the GPU's memory to use; num_gpu_blocks_override: size of the cache in blocks of 64
     enable_prefix_caching, enforce_eager (no CUDA graphs): as in vLLM; ops: another op table (tests, benchmarks)
-    async_scheduling: launch a step before the tokens of the last are known to the host [on a GPU]
-    tensor_parallel_size: ranks (GPUs) that share the model, started here or by torchrun; on a rank other than 0 the
-        constructor serves rank 0 and then exits. If one dies or stalls, all end, with exit code parallel.EXIT_LOST
-    tp_style: "column" (the bits of one GPU) or "row" (half the exchanges; bits of its own for each size)
-    """
+    async_scheduling: launch a step before the tokens of the last are known to the host [on a GPU]"""
 
     def __init__(self, model: str | Path = DEFAULT_MODEL, *, revision: str | None = None, device: str = "auto",
                  dtype: str = "auto", schedule: str = "auto", load_format: str = "auto",
                  hf_overrides: dict | None = None, max_model_len: int | None = None, max_num_seqs: int = 256,
                  max_num_batched_tokens: int | None = None, gpu_memory_utilization: float = 0.85,
                  num_gpu_blocks_override: int | None = None, enable_prefix_caching: bool = True,
-                 enforce_eager: bool = False, async_scheduling: bool | None = None, tensor_parallel_size: int = 1,
-                 tp_style: str = "column", ops: Ops | None = None, progress: bool = True):
-        options = {k: v for k, v in locals().items() if k not in ("self", "ops")}
+                 enforce_eager: bool = False, async_scheduling: bool | None = None, ops: Ops | None = None,
+                 progress: bool = True):
         for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens),
                             ("num_gpu_blocks_override", num_gpu_blocks_override)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if load_format not in ("auto", "dummy"):
             raise ValueError(f"unknown load_format {load_format!r}: use 'auto' or 'dummy'")
-        if tp_style not in ("column", "row"):
-            raise ValueError(f"unknown tp_style {tp_style!r}: use 'column' or 'row'")
-        if ops is not None and tensor_parallel_size > 1:
-            raise ValueError("another op table cannot be handed to other ranks: use tensor_parallel_size 1")
         name = str(Path(__file__).parent / DEFAULT_MODEL) if str(model) == DEFAULT_MODEL else str(model)
         self.folder = checkpoint.resolve(name, revision)
         raw = checkpoint.read_json(self.folder, "config.json", required=True) | (hf_overrides or {})
         self.config = ModelConfig.from_dict(raw)
-        self.ranks = ranks = Ranks(tensor_parallel_size)
-        self.device = pick_device(device, ranks)
+        self.device = pick_device(device)
         self.dtype = pick_dtype(dtype, self.config, self.device)
         self.ops = ops or make_ops(self.device, schedule)
         self.load_format = load_format
         limit = self.config.max_model_len
         if max_model_len is not None and not 1 <= max_model_len <= limit:
             raise ValueError(f"max_model_len {max_model_len} must be between 1 and {limit}, the model's own limit")
-        self.shard = Shard(ranks.rank, ranks.size, tp_style)
-        self.shard.cuts(self.config)  # raises where it cannot, before anything is started
+        self.model = Model(self.config, self.ops, self.device, self.dtype, max_model_len or limit)
+        if load_format == "dummy":
+            self.model.load_dummy(progress)
+        else:
+            self.model.load(checkpoint.Checkpoint(self.folder), progress)
         self.tokenizer = Tokenizer(self.folder) if (self.folder / "tokenizer.json").is_file() else None
         self.generation_config = checkpoint.read_json(self.folder, "generation_config.json")
         self.eos_token_ids = end_token_ids(self.generation_config, raw, self.tokenizer)
 
         batched = max_num_batched_tokens or (8192 if self.device.type == "cuda" else 512)
-        with ranks.started(options | {"model": str(self.folder), "progress": False}, self.device):
-            self.model = Model(self.config, self.ops, self.device, self.dtype, max_model_len or limit, self.shard)
-            if load_format == "dummy":
-                self.model.load_dummy(progress)
-            else:
-                self.model.load(checkpoint.Checkpoint(self.folder), progress)
-            self.model.connect(max(batched, max_num_seqs), max(max_num_seqs, LOGITS_SLAB), max_num_seqs,
-                               ranks.local_size == ranks.size)
-            num_blocks = ranks.least(num_gpu_blocks_override or
-                                     measure_blocks(self.model, gpu_memory_utilization, max_num_seqs, batched))
-            self.max_model_len = min(max_model_len or limit, num_blocks * KV_TILE)
-            if max_model_len is not None and self.max_model_len < max_model_len:
-                raise ValueError(f"the cache has room for {num_blocks * KV_TILE} tokens, less than max_model_len "
-                                 f"{max_model_len}: lower it, or give the engine more memory")
-            kv_cache = allocate_kv_cache(self.config.num_layers, num_blocks, self.model.num_kv_heads,
-                                         self.config.head_dim, self.dtype, self.device)
-            self.runner = Runner(self.model, self.ops, kv_cache, max_num_seqs, self.max_model_len, enforce_eager, ranks)
-        weakref.finalize(self, ranks.close)
-        if ranks.rank:
-            self.runner.serve()
-            raise SystemExit(0)
+        num_blocks = num_gpu_blocks_override or self._measure_blocks(gpu_memory_utilization, max_num_seqs, batched)
+        self.max_model_len = min(max_model_len or limit, num_blocks * KV_TILE)
+        if max_model_len is not None and self.max_model_len < max_model_len:
+            raise ValueError(f"the cache has room for {num_blocks * KV_TILE} tokens, less than max_model_len "
+                             f"{max_model_len}: lower it, or give the engine more memory")
+        kv_cache = allocate_kv_cache(self.config.num_layers, num_blocks, self.config.num_kv_heads,
+                                     self.config.head_dim, self.dtype, self.device)
+        self.runner = Runner(self.model, self.ops, kv_cache, max_num_seqs, self.max_model_len, enforce_eager)
         blocks = BlockManager(num_blocks, enable_prefix_caching=enable_prefix_caching)
         self.scheduler = Scheduler(blocks, max_num_seqs, batched)
         self.async_scheduling = self.device.type == "cuda" if async_scheduling is None else async_scheduling
@@ -159,32 +139,35 @@ class LLM:
         self._in_flight = NOTHING
         self._next_id = 0
 
+    def _measure_blocks(self, utilization: float, max_num_seqs: int, max_num_batched_tokens: int) -> int:
+        """How many cache blocks fit beside the weights and the largest step's working memory."""
+        c = self.config
+        block_bytes = 2 * c.num_layers * c.num_kv_heads * KV_TILE * c.head_dim * self.dtype.itemsize
+        if self.device.type == "cpu":
+            return max(1, CPU_CACHE_BYTES // block_bytes)
+        if not 0 < utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {utilization}")
+        probe = allocate_kv_cache(c.num_layers, 1, c.num_kv_heads, c.head_dim, self.dtype, self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        Runner(self.model, self.ops, probe, max_num_seqs, KV_TILE, True).profile(max_num_batched_tokens, max_num_seqs)
+        working = torch.cuda.max_memory_allocated(self.device) - before
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.device)
+        logits = max_num_seqs * c.vocab_size * 4  # the static output of the graphs
+        budget = free - (1 - utilization) * total - working - logits - GRAPH_RESERVE
+        if budget < block_bytes:
+            raise ValueError(f"no memory left for the cache: {free / 2**30:.1f} GiB free after the weights, a step "
+                             f"needs {working / 2**30:.1f}; lower max_num_batched_tokens or raise "
+                             "gpu_memory_utilization")
+        return int(budget // block_bytes)
+
     @cached_property
-    def fingerprint_parts(self) -> dict:
-        """Everything that may change bits, by name (receipts.py). Reads the weight files once, the first time."""
-        weights = "dummy" if self.load_format == "dummy" else receipts.weight_digest(self.folder)
-        return receipts.fingerprint_parts(self.config, self.ops, self.device, self.dtype, weights, self.shard.numerics,
-                                          self.eos_token_ids)
-
-    @property
     def fingerprint(self) -> str:
-        return receipts.fingerprint(self.fingerprint_parts)
-
-    @property
-    def hardware(self) -> str:
-        """What the model runs on, and how its ranks exchange activations."""
-        kind, exchange = self.device.type, self.model.collectives
-        return kind if exchange is None else f"{self.ranks.size} x {kind}, by {exchange.name}"
-
-    def close(self) -> None:
-        """End the other ranks, if there are any: no step can follow."""
-        self.ranks.close()
-
-    def __enter__(self) -> "LLM":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.close()
+        """Names everything that may change bits (receipts.py). Reads the weight files once, the first time."""
+        weights = "dummy" if self.load_format == "dummy" else receipts.weight_digest(self.folder)
+        return receipts.fingerprint(
+            receipts.fingerprint_parts(self.config, self.ops, self.device, self.dtype, weights))
 
     # The step interface.
 
@@ -210,13 +193,13 @@ class LLM:
             self._next_id += 1
             request_id = f"req-{self._next_id}"
         seed = params.seed if params.seed is not None else secrets.randbits(53)
+        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
         output = RequestOutput(request_id, prompt if isinstance(prompt, str) else None, token_ids, params)
         request = Request(output, [], [])
         for index in range(params.n):
             own = params if index == 0 else replace(params, prompt_logprobs=None)
             seq = Sequence(list(token_ids), own, completion_seed(seed, index),
-                           0 if score_only else min(params.max_tokens or room, room), self.end_tokens(params),
-                           cache_salt)
+                           0 if score_only else min(params.max_tokens or room, room), ends, cache_salt)
             if own.prompt_logprobs is not None:
                 seq.prompt_logprobs = [None]
             output.outputs.append(CompletionOutput(index, seq.seed, logprobs=None if params.logprobs is None else [],
@@ -234,14 +217,12 @@ class LLM:
 
         With `async_scheduling` the device is given a step's work before the tokens of the last are looked at, so the
         host's work costs no time; a token is then returned one call later, and the token after an end is thrown away.
-        A request with penalties or prompt logprobs, whose tokens the host must see first, makes its steps wait.
-        """
+        A request with penalties or prompt logprobs, whose tokens the host must see first, makes its steps wait."""
         for out in self._fresh:
             out.delta = ""
         self._fresh = []
         changed: dict[str, RequestOutput] = {}
         took_part = [seq for seq, _ in self._in_flight[0]]
-        self.ranks.begin()
         try:
             seqs = self.scheduler.schedule()
             took_part += seqs
@@ -250,15 +231,12 @@ class LLM:
             self._in_flight = launched
             if not self.async_scheduling or any(seq.needs_its_tokens for seq in seqs):
                 self._collect(changed)
-        except BaseException as error:
+        except BaseException:
             self._in_flight = NOTHING
             for seq in took_part:
                 if seq.finish_reason is None:
                     self.abort(self._owner[id(seq)][0].output.request_id)
-            self.ranks.fail(error)
             raise
-        finally:
-            self.ranks.step_began = None
         return list(changed.values())
 
     def _launch(self, seqs: list[Sequence]) -> tuple[list[tuple[Sequence, int]], Callable[[], list[StepOutput]]]:
@@ -302,9 +280,6 @@ class LLM:
     @property
     def has_unfinished_requests(self) -> bool:
         return self.scheduler.has_work
-
-    def end_tokens(self, params: SamplingParams) -> frozenset[int]:
-        return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
 
     def _encode(self, prompt: str | list[int], add_special_tokens: bool) -> list[int]:
         if isinstance(prompt, str):
@@ -375,8 +350,7 @@ class LLM:
         """Complete each prompt; results in the order given.
 
         prompts: one prompt or a list; a prompt is text or a list of token ids. params: one for all, or one each.
-        A request that cannot run comes back with `error` set and the others go on; if none can run, ValueError.
-        """
+        A request that cannot run comes back with `error` set and the others go on; if none can run, ValueError."""
         if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
             prompts = [prompts]
         each = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
@@ -448,27 +422,14 @@ class LLM:
         output = self.generate([before + after], params, score_only=True)[0]
         return [logprob for logprob, _ in output.prompt_logprobs[len(before) :]]
 
-    def receipt(self, output: RequestOutput, index: int = 0, trace: bool = False) -> dict:
-        """Receipt of a finished completion that was asked for logprobs; `trace`: with a digest of every op's output."""
-        return receipts.make_receipt(self, output, index, trace)
 
-    def verify(self, receipt: dict) -> receipts.Verdict:
-        """Replay a receipt in one prefill. ValueError if it is none, or cannot be run here."""
-        return receipts.verify(self, receipt)
-
-
-def pick_device(name: str, ranks: Ranks | None = None) -> torch.device:
+def pick_device(name: str) -> torch.device:
     if name not in ("auto", "cuda", "cpu"):
         raise ValueError(f"unknown device {name!r}: use 'auto', 'cuda' or 'cpu'")
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ValueError("device 'cuda' asked for, but torch sees no GPU: use 'auto' or 'cpu'")
-    if ranks is not None and ranks.size > 1:
-        if (count := torch.cuda.device_count()) < ranks.local_size:
-            raise ValueError(f"{ranks.size} ranks (tensor_parallel_size) take {ranks.local_size} GPUs of this host; "
-                             f"torch sees {count}")
-        torch.cuda.set_device(ranks.local_rank)
     device = torch.device("cuda", torch.cuda.current_device())
     if (capability := torch.cuda.get_device_capability(device)) < (8, 0):
         raise ValueError(f"this GPU has compute capability {capability[0]}.{capability[1]}; samebits needs 8.0 or "

@@ -36,8 +36,7 @@ class SamplingParams:
     of max_tokens, the room left; of seed, one is drawn, and reported with the result.
 
     Cuts come in the order top_k, top_p, min_p, at temperature. Log-probabilities are of the model's own distribution:
-    before temperature, penalties and cuts. logit_bias: token id -> value added to its logit.
-    """
+    before temperature, penalties and cuts. logit_bias: token id -> value added to its logit."""
 
     max_tokens: int | None = option(None, "most tokens to generate (default: %(default)s)", 1)
     min_tokens: int = option(0, "end tokens and stop strings do not count before N", 0)
@@ -144,8 +143,7 @@ def choose(logits: torch.Tensor, seqs: list, ops: Ops) -> torch.Tensor:
 
     Of a sequence it reads `params`, `seed`, `token_ids` (their number is the new token's position),
     `num_prompt_tokens` and `stop_token_ids`. Greedy rows take the exact argmax and never touch noise; the others race.
-    A row with a NaN or without a finite logit gets an id outside the vocabulary, which becomes its request's error.
-    """
+    A row with a NaN or without a finite logit gets an id outside the vocabulary, which becomes its request's error."""
     adjusted = adjust(logits, seqs)
     tokens = ops.argmax(adjusted)
     racing = [(i, seq, seq.params) for i, seq in enumerate(seqs) if seq.params.temperature > 0]

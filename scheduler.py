@@ -7,7 +7,6 @@ preempted and later recomputed, which costs time and changes no bit. This file k
 
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from cache import BlockManager
@@ -20,8 +19,7 @@ class Sequence:
     token that the device is choosing (kernels/embedding.py); its place is filled once the host knows it.
 
     `num_computed_tokens`: tokens whose keys are in the cache. `num_cached_tokens`: of these, how many the prefix cache
-    gave at the first admission (set once). `max_new_tokens` 0 computes the prompt and stops (scoring).
-    """
+    gave at the first admission (set once). `max_new_tokens` 0 computes the prompt and stops (scoring)."""
 
     token_ids: list[int]
     params: SamplingParams
@@ -37,7 +35,6 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)  # empty unless it is running
     block_uids: list[object] = field(default_factory=list)  # root, then those of the leading blocks that are full
     prompt_logprobs: list = field(default_factory=list)  # entry i belongs to prompt token i; entry 0 is None
-    observe: Callable | None = None  # is shown the logits [rows, vocab_size] that prompt logprobs come from (receipts)
     arrival_time: float = field(default_factory=time.perf_counter)
     first_token_time: float | None = None
     finish_time: float | None = None
@@ -85,8 +82,7 @@ class Scheduler:
         """Choose this step's sequences and set their `num_scheduled_tokens`; allocate the blocks they write.
 
         Running sequences go first, then waiting ones in order, until the token budget or the blocks run out. Empty
-        only when there is no work left to begin.
-        """
+        only when there is no work left to begin."""
         budget = self.max_num_batched_tokens
         scheduled: list[Sequence] = []
         preemptions = self.num_preemptions
@@ -122,8 +118,7 @@ class Scheduler:
     def _admit(self, seq: Sequence, budget: int) -> bool:
         """Schedule a first chunk behind the cached prefix, and give it blocks. False if it must wait.
 
-        Room is asked for the whole prompt, so that a long one does not enter only to be thrown out again.
-        """
+        Room is asked for the whole prompt, so that a long one does not enter only to be thrown out again."""
         hit, uids = self.blocks.match([] if seq.wants_prompt_logprobs else seq.token_ids, seq.cache_salt)
         owned = sum(self.blocks.ref_count[block] > 0 for block in hit)
         if -(-len(seq.token_ids) // self.blocks.block_size) - owned > self.blocks.num_free:

@@ -106,8 +106,6 @@ def run(args: argparse.Namespace) -> int:
         def lose(self) -> None:
             self.is_lost = self.should_exit = True
 
-    if args.tensor_parallel_size > 1 and os.environ.get("RANK", "0") != "0":
-        LLM(**cli.chosen(args, LLM), progress=False)  # another rank of torchrun's: serves rank 0, then exits
     listener, host = bind(args.host, args.port), f"[{args.host}]" if ":" in args.host else args.host
     log = configure_logging()
     key = args.api_key or os.environ.get(KEY_VARIABLE)

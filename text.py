@@ -23,8 +23,7 @@ class Tokenizer:
 
     `vocab_size` is one more than the largest id, added tokens included.  `bos_token_id` and `eos_token_id` are None
     where the settings name no such token.  `special_token_ids` is the frozenset that `decode` leaves out by default.
-    Raises ValueError if tokenizer.json is missing or one of the files cannot be read.
-    """
+    Raises ValueError if tokenizer.json is missing or one of the files cannot be read."""
 
     def __init__(self, folder: Path):
         self._folder = Path(folder)
@@ -66,8 +65,7 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of `text` and of what tokenizer.json adds; a text that begins with BOS gets no other.
 
-        Encode what `apply_chat_template` gives without special tokens. Raises ValueError for what is no valid text.
-        """
+        Encode what `apply_chat_template` gives without special tokens. Raises ValueError for what is no valid text."""
         try:
             encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
         except (TypeError, UnicodeEncodeError) as error:
@@ -97,8 +95,7 @@ class Tokenizer:
                             tools: list[dict] | None = None, **kwargs) -> str:
         """Render `messages` with the model's chat template; `kwargs` reach the template (`enable_thinking=False`).
 
-        Raises ValueError if there is no template, a message is malformed, or the template fails or refuses.
-        """
+        Raises ValueError if there is no template, a message is malformed, or the template fails or refuses."""
         if not isinstance(messages, (list, tuple)) or not messages or not all(
                 isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages):
             raise ValueError("messages must be a non-empty list of dicts, each with a 'role' string")
@@ -152,8 +149,7 @@ class Detokenizer:
     Bytes go through an incremental UTF-8 decoder; a token whose text depends on the one before it (sentencepiece's
     first space) is decoded behind that one: constant work a token. The stop string complete first wins; of two complete
     at one character, the longer. Text is held back only while its end can become one. Give `prompt_ids` where the text
-    continues the prompt, to keep its first space. Raises ValueError if a stop string is empty or not a string.
-    """
+    continues the prompt, to keep its first space. Raises ValueError if a stop string is empty or not a string."""
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), include_stop_str_in_output: bool = False,
                  skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()):
@@ -173,8 +169,7 @@ class Detokenizer:
         """Take one token; return the text it releases, which may be empty (always, after a stop string).
 
         With `check_stop=False` (fewer than `min_tokens` so far) a stop string that ends in this token passes; one
-        that ends in a later, checked token counts wherever it begins, so its beginning is held back all the same.
-        """
+        that ends in a later, checked token counts wherever it begins, so its beginning is held back all the same."""
         if self.stop_reason is not None:
             return ""
         text = self._held + self._decode(token_id)

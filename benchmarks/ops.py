@@ -19,7 +19,7 @@ from tqdm import tqdm
 from kernels import Ops, same_bits, upload
 from kernels.tiles import KV_TILE, leaf_count
 from model import ModelConfig, rotary_table
-from runner import Runner
+from runner import Runner, pack
 
 ROTATE = 200_000_000  # bytes of inputs that a timing walks through: four times the L2 of an H200
 
@@ -75,20 +75,12 @@ def measure_roof(device: torch.device, dtype: torch.dtype) -> Roof:
     return Roof(read, copy, 2 * n**3 / time_s([lambda: torch.mm(a, b.t())], device))
 
 
-def layer_weights(config: ModelConfig, sparse: bool = False) -> dict[str, tuple[int, int]]:
-    """name -> (N, K) of the products of a layer; of one with experts without theirs."""
+def layer_weights(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """name -> (N, K) of the products of a layer."""
     c, D = config, config.head_dim
-    shared = {"qkv_proj": ((c.num_heads + 2 * c.num_kv_heads) * D, c.hidden_size),
-              "o_proj": (c.hidden_size, c.num_heads * D)}
-    if sparse:
-        return shared | {"router": (c.num_experts, c.hidden_size)}
-    return shared | {"gate_up_proj": (2 * c.intermediate_size, c.hidden_size),
-                     "down_proj": (c.hidden_size, c.intermediate_size)}
-
-
-def experts_read(config: ModelConfig, M: int) -> float:
-    """Experts that M tokens choose between them, if each chooses at random."""
-    return config.num_experts * (1 - (1 - config.num_experts_per_tok / config.num_experts) ** M)
+    return {"qkv_proj": ((c.num_heads + 2 * c.num_kv_heads) * D, c.hidden_size),
+            "o_proj": (c.hidden_size, c.num_heads * D), "gate_up_proj": (2 * c.intermediate_size, c.hidden_size),
+            "down_proj": (c.hidden_size, c.intermediate_size)}
 
 
 def step_floor_s(config: ModelConfig, roof: Roof, itemsize: int, seqs: list) -> float:
@@ -98,17 +90,11 @@ def step_floor_s(config: ModelConfig, roof: Roof, itemsize: int, seqs: list) -> 
     keys = sum(seq.num_computed_tokens + seq.num_scheduled_tokens for seq in seqs)
     pairs = sum(seq.num_scheduled_tokens * (seq.num_computed_tokens + (seq.num_scheduled_tokens + 1) / 2)
                 for seq in seqs)
-    c, sparse = config, len(config.sparse_layers)
-    layers = [sum(roof.floor_s(N * K * itemsize, 2 * M * N * K) for N, K in layer_weights(c, has_experts).values())
-              for has_experts in (False, True)[: 1 + (sparse > 0)]]
-    if sparse:
-        expert = 3 * c.moe_intermediate_size * c.hidden_size
-        layers[1] += roof.floor_s(experts_read(c, M) * expert * itemsize, 2 * M * c.num_experts_per_tok * expert)
-    products = (c.num_layers - sparse) * layers[0] + sparse * layers[-1]
-    attention = roof.floor_s(2 * keys * config.num_kv_heads * config.head_dim * itemsize,
-                             4 * pairs * config.num_heads * config.head_dim)
+    layer = sum(roof.floor_s(N * K * itemsize, 2 * M * N * K) for N, K in layer_weights(config).values())
+    layer += roof.floor_s(2 * keys * config.num_kv_heads * config.head_dim * itemsize,
+                          4 * pairs * config.num_heads * config.head_dim)
     rows, head = sum(seq.samples_this_step for seq in seqs), config.vocab_size * config.hidden_size
-    return products + config.num_layers * attention + (roof.floor_s(head * itemsize, 2 * rows * head) if rows else 0.0)
+    return config.num_layers * layer + (roof.floor_s(head * itemsize, 2 * rows * head) if rows else 0.0)
 
 
 @dataclass
@@ -127,13 +113,13 @@ class Case:
 
 
 def linear_cases(config: ModelConfig, ops: Ops, dtype: torch.dtype, device: torch.device, rows) -> Iterator[Case]:
-    weights = layer_weights(config, bool(config.sparse_layers)) | {"lm_head": (config.vocab_size, config.hidden_size)}
+    weights = layer_weights(config) | {"lm_head": (config.vocab_size, config.hidden_size)}
     weight_dtype = ops.weight_dtype(dtype)
     for name, (N, K) in weights.items():
         size = N * K * weight_dtype.itemsize
         copies = min(16, 1 + ROTATE // size) if device.type == "cuda" else 1
         made = [torch.randn((N, K), dtype=weight_dtype, device=device) for _ in range(copies)]
-        leaves, out_dtype = leaf_count(N, K), torch.float32 if name in ("lm_head", "router") else dtype
+        leaves, out_dtype = leaf_count(N, K), torch.float32 if name == "lm_head" else dtype
         for M in rows:
             if name == "lm_head" and M > 256:  # the engine's steps sample no more rows
                 continue
@@ -155,45 +141,16 @@ def linear_cases(config: ModelConfig, ops: Ops, dtype: torch.dtype, device: torc
                        [lambda w=w, y=y: torch.mm(y, w.t()) for w in used])
 
 
-def expert_cases(config: ModelConfig, ops: Ops, dtype: torch.dtype, device: torch.device, rows) -> Iterator[Case]:
-    """The two products of a layer's experts, over routings that rotate: at small M each reads other experts."""
-    c, E, top_k, weight_dtype = config, config.num_experts, config.num_experts_per_tok, ops.weight_dtype(dtype)
-    for name, N, K in (("gate_up_proj", 2 * c.moe_intermediate_size, c.hidden_size),
-                       ("down_proj", c.hidden_size, c.moe_intermediate_size)):
-        weight, leaves = torch.randn((E, N, K), dtype=weight_dtype, device=device), leaf_count(N, K)
-        for M in rows:
-            each = 1 if name == "gate_up_proj" else top_k  # rows of x a token
-            x = torch.randn((M * each, K), device=device).to(dtype)
-            logits = torch.randn((16, M, E), device=device)
-            slots = torch.arange(M, dtype=torch.int32, device=device)
-            routings = [ops.route(one, top_k, True, slots, dtype) for one in logits]
-
-            def call(x=x, routing=routings[0], weight=weight, leaves=leaves):
-                return ops.expert_linear(x, weight, leaves, routing)
-
-            def parts(call=call, x=x, logits=logits[0], slots=slots, each=each):
-                whole = call()
-                for m in {0, len(slots) - 1}:
-                    alone = ops.route(logits[m : m + 1], top_k, True, slots[m : m + 1], dtype)
-                    yield (whole[m * top_k : (m + 1) * top_k],
-                           call(x=x[m * each : (m + 1) * each].contiguous(), routing=alone))
-
-            yield Case("experts", f"{name} {E}x{N}x{K} top-{top_k} M={M}",
-                       [lambda routing=routing, call=call: call(routing=routing) for routing in routings],
-                       experts_read(c, M) * N * K * weight_dtype.itemsize + x.nbytes + M * top_k * N * dtype.itemsize,
-                       2 * M * top_k * N * K, parts)
-
-
 def planned_work(config: ModelConfig, ops: Ops, cache: torch.Tensor, num_seqs: int, computed: int, scheduled: int):
     """The AttentionWork that the engine plans for a step of `num_seqs` alike sequences over the pages of `cache`."""
-    model = SimpleNamespace(config=config, device=cache.device, collectives=None, num_kv_heads=config.num_kv_heads)
-    runner = Runner(model, ops, cache, 1, KV_TILE, True)
+    runner = Runner(SimpleNamespace(config=config, device=cache.device), ops, cache, 1, KV_TILE, True)
     pages = -(-(computed + scheduled) // KV_TILE)
     seqs = [SimpleNamespace(num_computed_tokens=computed, num_scheduled_tokens=scheduled,
-                            samples_this_step=False, token_ids=[0] * (computed + scheduled),
+                            token_ids=[0] * (computed + scheduled),
                             block_table=list(range(i * pages, (i + 1) * pages))) for i in range(num_seqs)]
-    step = runner._plan(seqs)
-    return runner._batch(upload(step.packed, cache.device), step.shape, step.grid).attention
+    shape, arrays, grid = runner._plan(seqs)
+    buffer, offsets = pack(shape, arrays)
+    return runner._batch(upload(buffer, cache.device), offsets, shape, grid).attention
 
 
 def attention_cases(config: ModelConfig, ops: Ops, dtype: torch.dtype, device: torch.device, sizes) -> Iterator[Case]:
@@ -284,7 +241,6 @@ def measure_ops(config: ModelConfig, ops: Ops, dtype: torch.dtype, device: torch
         (64, 128, False), (1, 8192, False)]
     found = []
     cases = chain(linear_cases(config, ops, dtype, device, rows),
-                  expert_cases(config, ops, dtype, device, rows) if config.sparse_layers else (),
                   attention_cases(config, ops, dtype, device, attention),
                   row_cases(config, ops, dtype, device, (rows[0], rows[-1]) if small else (1, 256, 8192)))
     for case in tqdm(cases, "kernels", leave=False, disable=not sys.stderr.isatty()):

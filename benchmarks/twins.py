@@ -2,7 +2,6 @@
 
 `batch_dependent` is made to be caught: split counts follow the number of rows and sequences, all else is the same.
 `library` is made to be fast, and prices the promise: cuBLAS, and our attention with splits that fill the GPU.
-The products of experts are ours in both.
 """
 
 import math
@@ -26,10 +25,6 @@ def k_splits(num_rows: int) -> int:
 def kv_split(num_seqs: int) -> int:
     """Keys a split: fewer sequences, shorter splits."""
     return KV_TILE if num_seqs <= 8 else 2 * KV_TILE if num_seqs <= 64 else 4 * KV_TILE
-
-
-def gated(ops: Ops, linear):
-    return lambda *args: ops.silu_and_mul(linear(*args))
 
 
 def batch_dependent(ops: Ops) -> Ops:
@@ -56,8 +51,7 @@ def batch_dependent(ops: Ops) -> Ops:
         work = replace(work, prefill_items=items[0], decode_items=items[1], host_plans={})
         return ops.paged_attention(q, k_cache, v_cache, work, scale, kv_split=split)
 
-    return replace(ops, linear=linear, gated_linear=gated(ops, linear), paged_attention=paged_attention,
-                   decode_programs=0)
+    return replace(ops, linear=linear, paged_attention=paged_attention, decode_programs=0)
 
 
 WHOLE = 1 << 20  # keys a split that no sequence fills: attention then has one split, and nothing to merge
@@ -92,15 +86,15 @@ def library(ops: Ops, programs: int | None = None):
         plan, graphs, config = runner._plan, defaultdict(dict), runner.model.config
         tile = ops.query_tile(config.num_heads // config.num_kv_heads, config.head_dim * runner.kv_cache.itemsize)
 
-        def planned(seqs, slabs=()):
+        def planned(seqs):
             split = chosen["split"] = split_for(seqs, tile, config.num_kv_heads)
             runner.graphs = graphs[split]
             work_module.KV_SPLIT = runner_module.KV_SPLIT = split
             try:
-                return plan(seqs, slabs)
+                return plan(seqs)
             finally:
                 work_module.KV_SPLIT = runner_module.KV_SPLIT = KV_SPLIT
 
         runner._plan = planned
 
-    return replace(ops, linear=linear, gated_linear=gated(ops, linear), paged_attention=paged_attention), fit
+    return replace(ops, linear=linear, paged_attention=paged_attention), fit

@@ -9,7 +9,6 @@ order:` (numerics, fixed) and its `Schedule:` (what may follow the batch without
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -21,21 +20,16 @@ class Ops:
 
     `query_tile(group, row_bytes)`: query tokens a prefill work item holds, by heads a KV head and bytes a head.
     `decode_programs`: programs of decode attention that run at once; 0 never shares a sequence among programs. Both are
-    schedule.
-    """
+    schedule."""
 
     name: str
     weight_dtype: Callable[[torch.dtype], torch.dtype]
     embedding: Callable
     rms_norm: Callable
     linear: Callable
-    gated_linear: Callable
     rotary_and_cache: Callable
     silu_and_mul: Callable
     paged_attention: Callable
-    route: Callable
-    expert_linear: Callable
-    combine: Callable
     logprobs: Callable
     argmax: Callable
     sample: Callable
@@ -66,40 +60,33 @@ def make_ops(device: torch.device, schedule: str = "auto") -> Ops:
 def reference_ops() -> Ops:
     from kernels import reference as ref
 
-    return Ops("reference", lambda dtype: torch.float32, ref.embedding, ref.rms_norm, ref.linear, ref.gated_linear,
-               ref.rotary_and_cache, ref.silu_and_mul, ref.paged_attention, ref.route, ref.expert_linear, ref.combine,
-               ref.logprobs, ref.argmax, ref.sample, query_tile=lambda group, row_bytes: max(16, group) // group,
+    return Ops("reference", lambda dtype: torch.float32, ref.embedding, ref.rms_norm, ref.linear, ref.rotary_and_cache,
+               ref.silu_and_mul, ref.paged_attention, ref.logprobs, ref.argmax, ref.sample,
+               query_tile=lambda group, row_bytes: max(16, group) // group,
                decode_programs=0)
 
 
 def triton_ops(device: torch.device, schedule: str = "auto", table=None) -> Ops:
     """The Triton table. `table` overrides the schedules looked up for this GPU (for tests and tuning)."""
-    from kernels import activation, attention, embedding, linear, logprobs, moe, norm, rotary, sample, tiles
+    from kernels import activation, attention, embedding, linear, logprobs, norm, rotary, sample, tiles
 
     if table is None:
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
         table = tiles.schedules(schedule, capability)
     arrived = torch.zeros(16384, dtype=torch.int32, device=device)  # arrival counters of split sums
 
-    def run_linear(x, weight, bias, leaves, out_dtype, out=None, gated=False):
+    def run_linear(x, weight, bias, leaves, out_dtype, out=None):
         chosen = table.linear_for(x.shape[0], weight.shape[0], leaves, x.element_size())
-        return linear.linear(x, weight, bias, leaves, out_dtype, chosen, arrived, out, gated)
+        return linear.linear(x, weight, bias, leaves, out_dtype, chosen, arrived, out)
 
     def run_attention(q, k_cache, v_cache, work, scale, **options):
         decode, prefill = table.attention_for(q.shape[2] * q.element_size())
         many = work.decode_grid * k_cache.shape[1] > table.decode_programs
         return attention.paged_attention(q, k_cache, v_cache, work, scale, decode[many], prefill, **options)
 
-    def run_route(logits, top_k, normalise, slot_mapping, dtype):
-        chosen = table.experts_for(logits.shape[0] * top_k / logits.shape[1], dtype.itemsize)
-        return moe.route(logits, top_k, normalise, slot_mapping, chosen)
-
-    def run_expert_linear(x, weight, leaves, routing):
-        return moe.expert_linear(x, weight, leaves, routing, arrived)
-
     return Ops(
         "triton", lambda dtype: dtype, lambda ids, weight, dtype, drawn: embedding.embedding(ids, weight, drawn),
-        norm.rms_norm, run_linear, partial(run_linear, gated=True), rotary.rotary_and_cache, activation.silu_and_mul,
-        run_attention, run_route, run_expert_linear, moe.combine, logprobs.logprobs, sample.argmax, sample.sample,
+        norm.rms_norm, run_linear, rotary.rotary_and_cache, activation.silu_and_mul,
+        run_attention, logprobs.logprobs, sample.argmax, sample.sample,
         query_tile=lambda group, row_bytes: max(table.attention_for(row_bytes)[1].BLOCK_M, group) // group,
         decode_programs=table.decode_programs)

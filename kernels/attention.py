@@ -44,8 +44,7 @@ def attend_tile(q, k, v, mask, scale_log2e, ones, m, l, acc, m_total, l_total, a
     """One step of the online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) over a tile of KV_TILE keys.
 
     `fresh`: the tile begins a split, and the split before is handed over. That happens only after q k^T: then the last
-    tile's p v runs beside it on the tensor cores, and the loop over tiles never drains at the end of a split.
-    """
+    tile's p v runs beside it on the tensor cores, and the loop over tiles never drains at the end of a split."""
     scores = tl.dot(q, k.T, input_precision=PRECISION)  # [BLOCK_M, KV_TILE]
     if MASKED:
         scores = tl.where(mask, scores, float("-inf"))

@@ -1,38 +1,18 @@
-"""Matrix product with a fixed order of K: `linear`, plain or ending in SwiGLU."""
+"""Matrix product with a fixed order of K: `linear`."""
 
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.activation import swiglu
 from kernels.tiles import LinearSchedule, leaf_length
-
-
-@triton.jit
-def tile_corner(tile, M, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
-    # Neighbouring programs share rows of x and of w in the L2: walk GROUP_M row tiles before the next column tile.
-    tiles_m = tl.cdiv(M, BLOCK_M)
-    tiles_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    first_m = tile // (GROUP_M * tiles_n) * GROUP_M
-    group_m = min(tiles_m - first_m, GROUP_M)
-    m = (first_m + tile % (GROUP_M * tiles_n) % group_m) * BLOCK_M
-    return m, tile % (GROUP_M * tiles_n) // group_m * BLOCK_N
-
-
-@triton.jit
-def tile_offsets(m, n, M, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    offs_m = m + tl.arange(0, BLOCK_M)[:, None]
-    offs_n = n + tl.arange(0, BLOCK_N)[None, :]
-    return offs_m.to(tl.int64) * N + offs_n, (offs_m < M) & (offs_n < N)
 
 
 @triton.jit
 def add_partial(acc, offs, mask, partial_ptr, arrived_ptr, leaf, size, LEAVES: tl.constexpr):
     """Leave one leaf's sum in memory and count it; the last program to arrive gets (sum in leaf order, True).
 
-    The order of arrival, an integer count, decides who adds, never how.
-    """
+    The order of arrival, an integer count, decides who adds, never how."""
     tl.store(partial_ptr + leaf.to(tl.int64) * size + offs, acc, mask=mask)
     tl.debug_barrier()
     last = tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == LEAVES - 1
@@ -43,25 +23,6 @@ def add_partial(acc, offs, mask, partial_ptr, arrived_ptr, leaf, size, LEAVES: t
             acc = acc + tl.load(partial_ptr + tl.cast(i, tl.int64) * size + offs, mask=mask, other=0.0,
                                 cache_modifier=".cg")
     return acc, last
-
-
-@triton.jit
-def store_tile(acc, bias_ptr, out, m, n, M, N: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
-               OUT_TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Bias, one rounding, SwiGLU if GATED, and the tile's place in `out` (a descriptor or a pointer)."""
-    if HAS_BIAS:
-        offs_n = n + tl.arange(0, BLOCK_N)
-        acc = acc + tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
-    dtype: tl.constexpr = out.dtype if OUT_TMA else out.dtype.element_ty
-    acc = acc.to(dtype)
-    PAIR: tl.constexpr = 2 if GATED else 1
-    if GATED:
-        acc = swiglu(acc).to(dtype)
-    if OUT_TMA:
-        out.store([m, n // PAIR], acc)
-    else:
-        offs, mask = tile_offsets(m, n // PAIR, M, N // PAIR, BLOCK_M, BLOCK_N // PAIR)
-        tl.store(out + offs, acc, mask=mask)
 
 
 @triton.jit
@@ -86,31 +47,43 @@ def leaf_sum(x_ptrs, w_ptrs, mask_m, mask_n, k_start, K: tl.constexpr, LEAF: tl.
 @triton.jit(do_not_specialize=["M"])
 def linear_kernel(x_ptr, w_ptr, bias_ptr, out_ptr, partial_ptr, arrived_ptr, M, N: tl.constexpr, K: tl.constexpr,
                   LEAVES: tl.constexpr, LEAF: tl.constexpr, SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr,
-                  GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-                  GROUP_M: tl.constexpr, PRECISION: tl.constexpr):
+                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+                  PRECISION: tl.constexpr):
+    # Neighbouring programs share rows of x and of w in the L2: walk GROUP_M row tiles before the next column tile.
     tile = tl.program_id(0)
-    leaf = tl.program_id(1)  # 0 unless SPLIT, which gives each leaf a program of its own
-    m, n = tile_corner(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
-    offs_m = m + tl.arange(0, BLOCK_M)[:, None]
-    offs_n = n + tl.arange(0, BLOCK_N)[:, None]
-    offs_k = tl.arange(0, BLOCK_K)[None, :]
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    first_m = tile // (GROUP_M * tiles_n) * GROUP_M
+    group_m = min(tiles_m - first_m, GROUP_M)
+    offs_m = (first_m + tile % (GROUP_M * tiles_n) % group_m) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = tile % (GROUP_M * tiles_n) // group_m * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_k = tl.arange(0, BLOCK_K)
+    mask_m = offs_m[:, None] < M
+    mask_n = offs_n[:, None] < N
     EVEN_N: tl.constexpr = N % BLOCK_N == 0
     EVEN_K: tl.constexpr = LEAF % BLOCK_K == 0 and LEAF * LEAVES == K
-    x_ptrs = x_ptr + offs_m.to(tl.int64) * K + offs_k  # [BLOCK_M, BLOCK_K]
-    w_ptrs = w_ptr + offs_n.to(tl.int64) * K + offs_k  # [BLOCK_N, BLOCK_K]
-    acc = leaf_sum(x_ptrs, w_ptrs, offs_m < M, offs_n < N, leaf * LEAF, K, LEAF, EVEN_N, EVEN_K, BLOCK_M, BLOCK_N,
-                   BLOCK_K, PRECISION)
+    x_ptrs = x_ptr + offs_m[:, None].to(tl.int64) * K + offs_k[None, :]  # [BLOCK_M, BLOCK_K]
+    w_ptrs = w_ptr + offs_n[:, None].to(tl.int64) * K + offs_k[None, :]  # [BLOCK_N, BLOCK_K]
+    offs_out = offs_m[:, None].to(tl.int64) * N + offs_n[None, :]
+    mask_out = mask_m & (offs_n[None, :] < N)
+    leaf = tl.program_id(1)  # 0 unless SPLIT, which gives each leaf a program of its own
+
     if SPLIT:
-        offs, mask = tile_offsets(m, n, M, N, BLOCK_M, BLOCK_N)
-        acc, last = add_partial(acc, offs, mask, partial_ptr, arrived_ptr + tile, leaf, tl.cast(M, tl.int64) * N,
-                                LEAVES)
+        acc = leaf_sum(x_ptrs, w_ptrs, mask_m, mask_n, leaf * LEAF, K, LEAF, EVEN_N, EVEN_K, BLOCK_M, BLOCK_N,
+                       BLOCK_K, PRECISION)
+        acc, last = add_partial(acc, offs_out, mask_out, partial_ptr, arrived_ptr + tile, leaf,
+                                tl.cast(M, tl.int64) * N, LEAVES)
         if not last:
             return
     else:
+        acc = leaf_sum(x_ptrs, w_ptrs, mask_m, mask_n, 0, K, LEAF, EVEN_N, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K,
+                       PRECISION)
         for i in tl.static_range(1, LEAVES):
-            acc = acc + leaf_sum(x_ptrs, w_ptrs, offs_m < M, offs_n < N, i * LEAF, K, LEAF, EVEN_N, EVEN_K, BLOCK_M,
-                                 BLOCK_N, BLOCK_K, PRECISION)
-    store_tile(acc, bias_ptr, out_ptr, m, n, M, N, HAS_BIAS, GATED, False, BLOCK_M, BLOCK_N)
+            acc = acc + leaf_sum(x_ptrs, w_ptrs, mask_m, mask_n, i * LEAF, K, LEAF, EVEN_N, EVEN_K, BLOCK_M, BLOCK_N,
+                                 BLOCK_K, PRECISION)
+    if HAS_BIAS:
+        acc = acc + tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
+    tl.store(out_ptr + offs_out, acc.to(out_ptr.dtype.element_ty), mask=mask_out)
 
 
 @triton.jit
@@ -125,39 +98,49 @@ def leaf_sum_tma(x_desc, w_desc, m, n, k_start, LEAF: tl.constexpr, BLOCK_M: tl.
 @triton.jit(do_not_specialize=["M"])
 def linear_tma_kernel(x_desc, w_desc, bias_ptr, out, partial_ptr, arrived_ptr, M, N: tl.constexpr,
                       LEAVES: tl.constexpr, LEAF: tl.constexpr, SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr,
-                      GATED: tl.constexpr, OUT_TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                      BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr):
+                      OUT_TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+                      GROUP_M: tl.constexpr):
     # Persistent: a program a multiprocessor walks tiles, or leaves of tiles. The copy engine fetches and clips.
     PARTS: tl.constexpr = LEAVES if SPLIT else 1
-    parts = tl.cdiv(M, BLOCK_M) * ((N + BLOCK_N - 1) // BLOCK_N) * PARTS
-    for part in tl.range(tl.program_id(0), parts, tl.num_programs(0), flatten=LEAVES == 1):
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    for part in tl.range(tl.program_id(0), tiles_m * tiles_n * PARTS, tl.num_programs(0), flatten=LEAVES == 1):
         tile = part // PARTS
         leaf = part % PARTS
-        m, n = tile_corner(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+        first_m = tile // (GROUP_M * tiles_n) * GROUP_M
+        group_m = min(tiles_m - first_m, GROUP_M)
+        m = (first_m + tile % (GROUP_M * tiles_n) % group_m) * BLOCK_M
+        n = tile % (GROUP_M * tiles_n) // group_m * BLOCK_N
+        offs_m = m + tl.arange(0, BLOCK_M)
+        offs_n = n + tl.arange(0, BLOCK_N)
+        offs_out = offs_m[:, None].to(tl.int64) * N + offs_n[None, :]
+        mask_out = (offs_m[:, None] < M) & (offs_n[None, :] < N)
         acc = leaf_sum_tma(x_desc, w_desc, m, n, leaf * LEAF, LEAF, BLOCK_M, BLOCK_N, BLOCK_K)
         last = True
         if SPLIT:
-            offs, mask = tile_offsets(m, n, M, N, BLOCK_M, BLOCK_N)
-            acc, last = add_partial(acc, offs, mask, partial_ptr, arrived_ptr + tile, leaf, tl.cast(M, tl.int64) * N,
-                                    LEAVES)
+            acc, last = add_partial(acc, offs_out, mask_out, partial_ptr, arrived_ptr + tile, leaf,
+                                    tl.cast(M, tl.int64) * N, LEAVES)
         else:
             for i in tl.static_range(1, LEAVES):
                 acc = acc + leaf_sum_tma(x_desc, w_desc, m, n, i * LEAF, LEAF, BLOCK_M, BLOCK_N, BLOCK_K)
         if last:
-            store_tile(acc, bias_ptr, out, m, n, M, N, HAS_BIAS, GATED, OUT_TMA, BLOCK_M, BLOCK_N)
+            if HAS_BIAS:
+                acc = acc + tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
+            if OUT_TMA:
+                out.store([m, n], acc.to(out.dtype))
+            else:
+                tl.store(out + offs_out, acc.to(out.dtype.element_ty), mask=mask_out)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, leaves: int, out_dtype: torch.dtype,
-           schedule: LinearSchedule, arrived: torch.Tensor, out: torch.Tensor | None = None,
-           gated: bool = False) -> torch.Tensor:
-    """out = x @ weight.T + bias, or silu_and_mul of that.
+           schedule: LinearSchedule, arrived: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """out = x @ weight.T + bias.
 
     x: [M, K] bf16, fp16 or fp32, contiguous
     weight: [N, K], dtype of x, contiguous
     bias: [N] or None
     arrived: [>= tiles] int32 zeros, left zero: the arrival counters of a split sum
-    gated: apply `silu_and_mul` to the rounded result; rows of the weight are then gate and up in turn
-    returns [M, N] (gated: [M, N / 2]) in `out_dtype`: `out` if given (contiguous), else a new tensor
+    returns [M, N] in `out_dtype`: `out` if given (contiguous), else a new tensor
 
     Reduction order: K in `leaves` leaves of tiles.leaf_length; a leaf is one fp32 `tl.dot` chain from its first
         element to its last; leaves are added in order as a chain, then the bias, then one rounding.
@@ -166,31 +149,30 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, lea
     """
     M, K = x.shape
     N = weight.shape[0]
-    shape = (M, N // 2 if gated else N)
     assert weight.shape[1] == K and x.dtype == weight.dtype, (x.shape, x.dtype, weight.shape, weight.dtype)
     assert x.is_contiguous() and weight.is_contiguous()
     if out is None:
-        out = torch.empty(shape, dtype=out_dtype, device=x.device)
-    assert out.shape == shape and out.dtype == out_dtype and out.is_contiguous()
-    BLOCK_M, BLOCK_N, BLOCK_K = block = (schedule.BLOCK_M, schedule.BLOCK_N, schedule.BLOCK_K)
-    tiles = triton.cdiv(M, BLOCK_M) * triton.cdiv(N, BLOCK_N)
+        out = torch.empty((M, N), dtype=out_dtype, device=x.device)
+    assert out.shape == (M, N) and out.dtype == out_dtype and out.is_contiguous()
+    tiles = triton.cdiv(M, schedule.BLOCK_M) * triton.cdiv(N, schedule.BLOCK_N)
     length = leaf_length(K, leaves)
-    tma = schedule.tma and length % BLOCK_K == 0 and length * leaves == K
+    tma = schedule.tma and length % schedule.BLOCK_K == 0 and length * leaves == K
     # Persistent programs share the leaves of a tile only where all of them run at once.
     split = schedule.split and leaves > 1 and tiles * leaves <= (schedule.programs if tma else arrived.numel())
     partial = torch.empty((leaves, M, N), dtype=torch.float32, device=x.device) if split else out
     bias_ptr = weight if bias is None else bias
+    BLOCK_M, BLOCK_N, BLOCK_K = shape = (schedule.BLOCK_M, schedule.BLOCK_N, schedule.BLOCK_K)
     options = {"num_warps": schedule.num_warps, "num_stages": schedule.num_stages, "enable_fp_fusion": False}
     if tma:
         x_desc = TensorDescriptor.from_tensor(x, [BLOCK_M, BLOCK_K])
         w_desc = TensorDescriptor.from_tensor(weight, [BLOCK_N, BLOCK_K])
-        out_tma = out_dtype == x.dtype and shape[1] * out.element_size() % 16 == 0
-        target = TensorDescriptor.from_tensor(out, [BLOCK_M, BLOCK_N // (1 + gated)]) if out_tma else out
+        out_tma = out_dtype == x.dtype and N * out.element_size() % 16 == 0
+        target = TensorDescriptor.from_tensor(out, [BLOCK_M, BLOCK_N]) if out_tma else out
         linear_tma_kernel[(min(tiles * (leaves if split else 1), schedule.programs),)](
-            x_desc, w_desc, bias_ptr, target, partial, arrived, M, N, leaves, length, split, bias is not None, gated,
-            out_tma, *block, schedule.GROUP_M, **options)
+            x_desc, w_desc, bias_ptr, target, partial, arrived, M, N, leaves, length, split, bias is not None, out_tma,
+            *shape, schedule.GROUP_M, **options)
     else:
         linear_kernel[(tiles, leaves if split else 1)](
-            x, weight, bias_ptr, out, partial, arrived, M, N, K, leaves, length, split, bias is not None, gated, *block,
+            x, weight, bias_ptr, out, partial, arrived, M, N, K, leaves, length, split, bias is not None, *shape,
             schedule.GROUP_M, "ieee", **options)
     return out

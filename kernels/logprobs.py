@@ -14,36 +14,20 @@ def mass(x, peak, SCALE_BITS: tl.constexpr):
 
 
 @triton.jit
-def row_peak(peaks_ptr, row, PARTS: tl.constexpr, PADDED: tl.constexpr):
-    part = tl.arange(0, PADDED)
-    return tl.max(tl.load(peaks_ptr + row * PARTS + part, mask=part < PARTS, other=float("-inf")), 0)
-
-
-@triton.jit
-def part_kernel(logits_ptr, peaks_ptr, masses_ptr, V, PARTS: tl.constexpr, PADDED: tl.constexpr, MASS: tl.constexpr,
-                SCALE_BITS: tl.constexpr, BLOCK: tl.constexpr):
-    # The peak of one part of a row; then, with every part's peak known, the mass of that part.
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    offs = part * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits_ptr + row * V + offs, mask=offs < V, other=float("-inf"))
-    if MASS:
-        peak = row_peak(peaks_ptr, row, PARTS, PADDED)
-        tl.store(masses_ptr + row * PARTS + part, tl.sum(mass(x, peak, SCALE_BITS), 0))
-    else:
-        tl.store(peaks_ptr + row * PARTS + part, tl.max(x, 0))
-
-
-@triton.jit
-def logprobs_kernel(logits_ptr, peaks_ptr, masses_ptr, token_ids_ptr, token_logprobs_ptr, top_ids_ptr,
-                    top_logprobs_ptr, V, PARTS: tl.constexpr, PADDED: tl.constexpr, TOP: tl.constexpr,
-                    SCALE_BITS: tl.constexpr, BLOCK: tl.constexpr):
+def logprobs_kernel(logits_ptr, token_ids_ptr, token_logprobs_ptr, top_ids_ptr, top_logprobs_ptr, V,
+                    TOP: tl.constexpr, SCALE_BITS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * V
     offs = tl.arange(0, BLOCK)
-    part = tl.arange(0, PADDED)
-    peak = row_peak(peaks_ptr, row, PARTS, PADDED)
-    total = tl.sum(tl.load(masses_ptr + row * PARTS + part, mask=part < PARTS, other=0), 0)
-    log_total = tl.log(total.to(tl.float64)) - SCALE_BITS * 0.6931471805599453
+    peak = tl.full((BLOCK,), float("-inf"), tl.float32)
+    for start in range(0, V, BLOCK):
+        peak = tl.maximum(peak, tl.load(row_ptr + start + offs, mask=start + offs < V, other=float("-inf")))
+    peak = tl.max(peak, 0)
+    total = tl.zeros((BLOCK,), tl.int64)
+    for start in range(0, V, BLOCK):
+        x = tl.load(row_ptr + start + offs, mask=start + offs < V, other=float("-inf"))
+        total += mass(x, peak, SCALE_BITS)
+    log_total = tl.log(tl.sum(total, 0).to(tl.float64)) - SCALE_BITS * 0.6931471805599453
     token = tl.load(token_ids_ptr + row).to(tl.int64)
     chosen = tl.load(row_ptr + token)
     tl.store(token_logprobs_ptr + row, ((chosen - peak).to(tl.float64) - log_total).to(tl.float32))
@@ -76,21 +60,14 @@ def logprobs(logits: torch.Tensor, token_ids: torch.Tensor,
     returns ([num_rows] fp32, [num_rows, top] int32, [num_rows, top] fp32)
 
     Reduction order: none; max is exact and the normaliser is an int64 sum of exp(x - max) * 2^44, its log in float64.
-    Schedule: block, warps, and how many programs share a row.
+    Schedule: block and warps.
     """
     M, V = logits.shape
     assert logits.is_contiguous() and logits.dtype == torch.float32 and top <= V
-    BLOCK = min(4096, triton.next_power_of_2(V))
-    parts = triton.cdiv(V, BLOCK)
-    padded = triton.next_power_of_2(parts)
-    peaks = torch.empty((M, parts), dtype=torch.float32, device=logits.device)
-    masses = torch.empty((M, parts), dtype=torch.int64, device=logits.device)
-    for has_peaks in (False, True):
-        part_kernel[(M, parts)](logits, peaks, masses, V, parts, padded, has_peaks, LOGPROB_SCALE_BITS, BLOCK,
-                                num_warps=8, enable_fp_fusion=False)
     token_logprobs = torch.empty(M, dtype=torch.float32, device=logits.device)
     top_ids = torch.empty((M, top), dtype=torch.int32, device=logits.device)
     top_logprobs = torch.empty((M, top), dtype=torch.float32, device=logits.device)
-    logprobs_kernel[(M,)](logits, peaks, masses, token_ids, token_logprobs, top_ids, top_logprobs, V, parts, padded,
-                          top, LOGPROB_SCALE_BITS, BLOCK, num_warps=8, enable_fp_fusion=False)
+    BLOCK = min(4096, triton.next_power_of_2(V))
+    logprobs_kernel[(M,)](logits, token_ids, token_logprobs, top_ids, top_logprobs, V, top, LOGPROB_SCALE_BITS, BLOCK,
+                          num_warps=8, enable_fp_fusion=False)
     return token_logprobs, top_ids, top_logprobs

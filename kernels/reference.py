@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 
 from kernels.tiles import KV_SPLIT, KV_TILE, LOGPROB_SCALE_BITS, leaf_length
-from kernels.work import Routing
 
 COLUMNS, LANES = 64, 4096
 NO_ID = 2**31 - 1  # of a row without a number, as kernels.sample has it
@@ -82,12 +81,8 @@ def linear(x, weight, bias, leaves, out_dtype, out=None):
     return total.to(out_dtype) if out is None else out.copy_(total)
 
 
-def gated_linear(*args):
-    return silu_and_mul(linear(*args))
-
-
 def silu_and_mul(gate_up):
-    gate, up = gate_up.float().unflatten(1, (-1, 2)).unbind(2)
+    gate, up = gate_up.float().chunk(2, dim=1)
     return (gate / by_lanes(torch.exp, -gate).add_(1.0)).mul_(up).to(gate_up.dtype)
 
 
@@ -116,8 +111,7 @@ def rotary_and_cache(qkv, q_norm, k_norm, eps, cos_sin, work, k_cache, v_cache, 
 class LockStep:
     """Work items of equally many splits, walked together, and their index arithmetic: the same for every layer.
 
-    Row r of an item is token r // group, head r % group of its KV head, as on the GPU.
-    """
+    Row r of an item is token r // group, head r % group of its KV head, as on the GPU."""
 
     def __init__(self, work, items: torch.Tensor, num_heads: int, num_kv_heads: int, kv_split: int):
         group = num_heads // num_kv_heads
@@ -209,33 +203,6 @@ def logprobs(logits, token_ids, top):
     ids = torch.stack([by_value(row)[:top] for row in logits]) if top else token_ids.new_empty((len(logits), 0))
     values = (logits - peak).double() - logs
     return (values.gather(1, token_ids[:, None])[:, 0].float(), ids.to(torch.int32), values.gather(1, ids).float())
-
-
-def route(logits, top_k, normalise, slot_mapping, dtype):
-    ranked = torch.where(logits == logits, logits, -torch.inf)
-    scaled = logits - ranked.amax(1, keepdim=True)
-    ids = torch.stack([by_value(row)[:top_k].sort().values for row in ranked])
-    totals = mass(scaled.gather(1, ids) if normalise else scaled).sum(1, keepdim=True)
-    totals = totals.float() * 2.0**-LOGPROB_SCALE_BITS
-    weights = by_lanes(torch.exp2, scaled.gather(1, ids) * math.log2(math.e)) / totals
-    return Routing(weights, torch.where(slot_mapping[:, None] < 0, logits.shape[1], ids).to(torch.int32))
-
-
-def expert_linear(x, weight, leaves, routing):
-    ids = routing.ids.flatten()
-    out = torch.empty((len(ids), weight.shape[1]), dtype=x.dtype)
-    for expert in ids.unique().tolist():
-        if expert < len(weight):
-            slots = torch.nonzero(ids == expert).flatten()
-            out[slots] = linear(x[slots // (len(ids) // len(x))], weight[expert], None, leaves, x.dtype)
-    return out
-
-
-def combine(y, routing):
-    first, *rest = (y.view(*routing.ids.shape, -1).float() * routing.weights[..., None]).unbind(1)
-    for term in rest:
-        first = first + term
-    return first.to(y.dtype)
 
 
 def argmax(logits):

@@ -61,38 +61,28 @@ def argmax(logits: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def total_from(row_ptr, V, cut, peak, temperature, COUNT: tl.constexpr, SCALE_BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """(weight, number) of the entries of rank `cut` or higher; a weight is 1, or the mass at this temperature."""
+    """Weight (1, or the mass at this temperature) of the entries of rank `cut` or higher."""
     offs = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.int64)
-    count = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, V, BLOCK):
         ids = start + offs
         x = tl.load(row_ptr + ids, mask=ids < V, other=float("-inf"))
-        is_in = rank(x, ids, V) >= cut
-        count += is_in.to(tl.int32)
-        if not COUNT:
-            total += tl.where(is_in, mass((x - peak) / temperature, 0.0, SCALE_BITS), 0)
-    number = tl.sum(count, 0)
-    return number.to(tl.int64) if COUNT else tl.sum(total, 0), number
+        weight = tl.full((BLOCK,), 1, tl.int64) if COUNT else mass((x - peak) / temperature, 0.0, SCALE_BITS)
+        total += tl.where(rank(x, ids, V) >= cut, weight, 0)
+    return tl.sum(total, 0)
 
 
 @triton.jit
 def find_cut(row_ptr, V, cut, target, peak, temperature, COUNT: tl.constexpr, SCALE_BITS: tl.constexpr,
              BLOCK: tl.constexpr):
-    """A rank from which on the weight reaches `target`, and no longer does without the lowest entry; from `cut` on it
-    does. By bisection, until one entry is left between the bounds: any rank down to the next entry's cuts the same."""
+    """The highest rank from which on the weight reaches `target`, by bisection; from `cut` on it does."""
     low = cut
     high = rank(peak, 0, V)
-    low_number = V  # entries of rank `low` or higher, at most
-    high_number = 0  # entries above `high`
-    while (low < high) & (low_number - high_number > 1):
+    while low < high:
         middle = (low + high + 1) >> 1
-        weight, number = total_from(row_ptr, V, middle, peak, temperature, COUNT, SCALE_BITS, BLOCK)
-        reached = weight >= target
+        reached = total_from(row_ptr, V, middle, peak, temperature, COUNT, SCALE_BITS, BLOCK) >= target
         low = tl.where(reached, middle, low)
-        low_number = tl.where(reached, number, low_number)
         high = tl.where(reached, high, middle - 1)
-        high_number = tl.where(reached, high_number, number)
     return low
 
 
@@ -100,8 +90,7 @@ def find_cut(row_ptr, V, cut, target, peak, temperature, COUNT: tl.constexpr, SC
 def log_exponential(r):
     """log(E) for E = -log(u), u = (r + 1/2) / 2^32, from a 32-bit word; never infinite.
 
-    Near u = 1 the distance d = 1 - u is exact in fp32 where u is not, and the winner of a race has a small E.
-    """
+    Near u = 1 the distance d = 1 - u is exact in fp32 where u is not, and the winner of a race has a small E."""
     d = ((4294967295 - r.to(tl.uint32, bitcast=True).to(tl.int64)).to(tl.float32) + 0.5) * 2.3283064365386963e-10
     u = (r.to(tl.uint32, bitcast=True).to(tl.float32) + 0.5) * 2.3283064365386963e-10
     series = d * (1.0 + d * (0.5 + d * (0.33333334 + d * 0.25)))
@@ -128,8 +117,7 @@ def sample_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, 
     if top_k < V:
         cut = find_cut(row_ptr, V, cut, top_k, peak, temperature, True, SCALE_BITS, BLOCK)
     if top_p < (1 << 30):
-        cut = tl.maximum(cut, rank(peak - 31.0 * temperature, V - 1, V))  # below, a mass rounds to 0
-        kept, _ = total_from(row_ptr, V, cut, peak, temperature, False, SCALE_BITS, BLOCK)
+        kept = total_from(row_ptr, V, cut, peak, temperature, False, SCALE_BITS, BLOCK)
         target = (kept >> 30) * top_p + (((kept & ((1 << 30) - 1)) * top_p) >> 30)
         cut = find_cut(row_ptr, V, cut, tl.maximum(target, 1), peak, temperature, False, SCALE_BITS, BLOCK)
 

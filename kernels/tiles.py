@@ -25,8 +25,6 @@ NUMERICS = {
     "linear": "fp32 accumulate along K, leaves added in order as a chain, bias in fp32, rounded once",
     "leaves": "2 for N <= 8192 and K >= 2048, else 1; a leaf is a multiple of 128",
     "swiglu": "gate and up rounded to dtype; gate / (1 + exp(-gate)) * up in fp32, rounded once",
-    "router": "logits fp32, as linear; softmax by an int64 sum in fixed point 2^44; top-k, ties to the lowest id",
-    "experts": "as linear, leaves by one expert's shape; output in dtype; weight * it in fp32, summed by ascending id",
     "attention": "exp2(fma(score, scale*log2(e), -max)) in fp32, P in dtype; its row sum is what V = 1 would give",
     "kv_tile": str(KV_TILE),
     "kv_split": str(KV_SPLIT),
@@ -49,8 +47,7 @@ def leaf_count(N: int, K: int) -> int:
     A wide weight fills the GPU with column tiles alone and needs one leaf. A narrow one leaves processors idle at
     small M unless K is shared: down_proj of Qwen3-8B, M = 64, takes 36 us with one leaf, 31 with two, 32 with four,
     and on the eighth of it that a rank of eight holds 30, 19 and 12 (benchmarks/tune_linear.py, H200). A chain of
-    four costs large M half its speed, though, and one of two little.
-    """
+    four costs large M half its speed, though, and one of two little."""
     return 2 if N <= 8192 and K >= 2048 else 1
 
 
@@ -99,30 +96,23 @@ class Schedules:
 
     `linear` maps an upper bound of M, smallest first, to the schedules of a sum of one leaf, of a chain (whose two
     accumulators need a smaller tile) and, if there is a third, of products that would give a multiprocessor more than
-    one program but fewer than two: other tiles even that out.
-    `experts` maps an upper bound of the rows an expert has on average to the schedule of its products.
-    `decode` has the schedules of up to `decode_programs` programs of attention, and of more.
-    """
+    one program but fewer than two: narrow tiles even that out.
+    `decode` has the schedules of up to `decode_programs` programs of attention, and of more."""
 
     name: str
     linear: tuple[tuple[int, LinearSchedule, ...], ...]
     decode: tuple[AttentionSchedule, AttentionSchedule]
     prefill: AttentionSchedule
-    experts: tuple[tuple[int, LinearSchedule], ...]
     decode_programs: int = 264  # programs of decode attention that run at once (2 a multiprocessor of an H200); 0: walk
 
     def linear_for(self, M: int, N: int, leaves: int, dtype_bytes: int = 2) -> LinearSchedule:
         """The schedule for M rows of a weight [N, K]. fp32 products run on plain cores and keep to one small tile."""
         if dtype_bytes == 4:
             return FP32
-        one, chain, *even = next(found for bound, *found in self.linear if bound >= M)
+        one, chain, *narrow = next(found for bound, *found in self.linear if bound >= M)
         chosen = chain if leaves > 1 else one
-        crowded = 1 < -(-M // chosen.BLOCK_M) * -(-N // chosen.BLOCK_N) * leaves / chosen.programs < 2
-        return even[0] if even and crowded else chosen
-
-    def experts_for(self, rows: float, dtype_bytes: int = 2) -> LinearSchedule:
-        """The schedule for experts that have `rows` rows each on average."""
-        return FP32 if dtype_bytes == 4 else next(found for bound, found in self.experts if bound >= rows)
+        crowded = 1 < -(-N // chosen.BLOCK_N) * leaves / chosen.programs < 2
+        return narrow[0] if narrow and crowded else chosen
 
     def attention_for(self, row_bytes: int) -> tuple[tuple[AttentionSchedule, AttentionSchedule], AttentionSchedule]:
         """(decode, prefill) for rows of head_dim x itemsize bytes. Wide rows (fp32, or head_dim 256) keep to one small
@@ -135,8 +125,7 @@ FP32 = LinearSchedule(16, 64, 32, 4, 2)
 PLAIN = LinearSchedule(64, 64, 64, 4, 3)
 WALK = AttentionSchedule(64, 4, 2, skip_mask=False)
 WIDE = AttentionSchedule(16, 4, 1)
-REFERENCE = Schedules("reference", ((ANY, PLAIN, PLAIN),), decode=(WALK, WALK), prefill=WALK,
-                      experts=((ANY, PLAIN),), decode_programs=0)
+REFERENCE = Schedules("reference", ((ANY, PLAIN, PLAIN),), decode=(WALK, WALK), prefill=WALK, decode_programs=0)
 # At most 99 KiB of shared memory, which every GPU from sm_80 on has (and 64 KiB for AMD's gfx942).
 CONSERVATIVE = Schedules(
     "conservative",
@@ -147,8 +136,6 @@ CONSERVATIVE = Schedules(
     ),
     decode=(AttentionSchedule(16, 4, 2), AttentionSchedule(16, 4, 2)),
     prefill=AttentionSchedule(64, 4, 2),
-    experts=((8, LinearSchedule(16, 64, 128, 4, 3, split=True)), (48, PLAIN),
-             (ANY, LinearSchedule(128, 128, 32, 8, 3))),
 )
 # Best of `benchmarks/tune_linear.py rows` on an H200. Clipped rows are slow: M = 32 or 96 takes longer than 64 or 128.
 HOPPER = Schedules(
@@ -158,13 +145,10 @@ HOPPER = Schedules(
          LinearSchedule(16, 32, 128, 4, 6, split=True)),
         (64, LinearSchedule(64, 64, 128, 4, 4, tma=True), LinearSchedule(64, 64, 128, 4, 4, split=True, tma=True)),
         (128, LinearSchedule(128, 128, 64, 4, 4, tma=True), LinearSchedule(128, 64, 64, 4, 5, split=True, tma=True)),
-        (256, LinearSchedule(128, 128, 64, 4, 4, tma=True), LinearSchedule(128, 128, 64, 8, 4, split=True, tma=True)),
-        (ANY, LinearSchedule(256, 128, 64, 8, 3, tma=True), LinearSchedule(128, 128, 64, 8, 4, split=True, tma=True)),
+        (ANY, LinearSchedule(128, 128, 64, 4, 4, tma=True), LinearSchedule(128, 128, 64, 8, 4, split=True, tma=True)),
     ),
     decode=(AttentionSchedule(16, 4, 3, tma=True), AttentionSchedule(16, 2, 2, tma=True)),
     prefill=AttentionSchedule(64, 4, 2, tma=True),
-    experts=((8, LinearSchedule(16, 64, 128, 4, 5, split=True)), (48, LinearSchedule(64, 128, 64, 4, 4)),
-             (ANY, LinearSchedule(128, 128, 64, 8, 4))),  # not tuned: rows are gathered, so without the copy engine
 )
 
 

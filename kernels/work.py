@@ -1,7 +1,7 @@
-"""The work lists of paged attention (which query tokens meet which KV splits, and who merges) and of experts.
+"""The work list of paged attention: which query tokens meet which KV splits, and who merges.
 
-Attention is planned once a step on the host with NumPy, experts in every layer by the device. How the work is cut is
-schedule: it may follow the batch, because every cut adds the same numbers in the same order.
+Planned once a step on the host with NumPy. How the work is cut is schedule: it may follow the batch, because every
+cut adds the same splits in the same order.
 """
 
 from dataclasses import dataclass, field
@@ -9,29 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from kernels.tiles import KV_SPLIT, LinearSchedule
+from kernels.tiles import KV_SPLIT
 
 ITEM_FIELDS = 6  # sequence, first token, query tokens, first split, last split (exclusive), first partial row
 MERGE_FIELDS = 3  # token, first partial row, number of splits
-
-
-@dataclass(frozen=True)
-class Routing:
-    """Which experts compute a layer's tokens: device tensors, which no host reads.
-
-    weights: [num_tokens, top_k] fp32; ids: [num_tokens, top_k] int32, a token's experts in ascending id, num_experts
-        where the token is padding. A slot is a place in them, token * top_k + place
-    rows: [num_slots] int32, the slots, grouped by expert and ascending within unless they are few; the tail that
-        padding leaves is not written
-    tiles: [1 + most tiles, 3] int32: (their number, -, -), then (expert, first row, end of the expert's rows) of each
-    The CPU backend needs the first two only.
-    """
-
-    weights: torch.Tensor
-    ids: torch.Tensor
-    rows: torch.Tensor | None = None
-    tiles: torch.Tensor | None = None
-    schedule: LinearSchedule | None = None
 
 
 @dataclass(frozen=True)
@@ -42,8 +23,7 @@ class AttentionWork:
     block_tables: [num_seqs, max_blocks] int32
     prefill_items, decode_items: [*, ITEM_FIELDS] int32; merges: [*, MERGE_FIELDS] int32
     counts: [3] int32, live entries of the three lists (a CUDA graph's grid is fixed; its lists are not)
-    host_plans: what the CPU backend works out from these lists once a step, for all layers
-    """
+    host_plans: what the CPU backend works out from these lists once a step, for all layers"""
 
     positions: torch.Tensor
     slot_mapping: torch.Tensor
@@ -63,8 +43,7 @@ class AttentionWork:
 def plan_prefill(query_starts, query_lens, seq_lens, query_tile: int) -> np.ndarray:
     """Items of the sequences with more than one query token: tiles of `query_tile` tokens, longest walk first.
 
-    query_starts, query_lens, seq_lens: int arrays [num_seqs]; returns [num_items, ITEM_FIELDS] int32
-    """
+    query_starts, query_lens, seq_lens: int arrays [num_seqs]; returns [num_items, ITEM_FIELDS] int32"""
     items = []
     for seq in np.flatnonzero(np.asarray(query_lens) > 1):
         start, length, seq_len = int(query_starts[seq]), int(query_lens[seq]), int(seq_lens[seq])
@@ -80,15 +59,13 @@ def plan_decode(query_starts, query_lens, seq_lens, slots: int) -> tuple[np.ndar
     """(items, merges), int32, of the sequences with one query token.
 
     slots: items that run at once. The splits are dealt out in runs of about equal length, one a slot, longest first;
-        0 gives each sequence one item, longest first, and nothing to merge.
-    """
+        0 gives each sequence one item, and nothing to merge."""
     seqs = np.flatnonzero(np.asarray(query_lens) == 1).astype(np.int32)
     tokens = np.asarray(query_starts, np.int32)[seqs]
     splits = -(-np.asarray(seq_lens, np.int32)[seqs] // KV_SPLIT)
     one = np.ones_like(seqs)
     if not slots:
-        items = np.stack([seqs, tokens, one, 0 * one, splits, -one], 1)
-        return items[np.argsort(-splits, kind="stable")], np.empty((0, MERGE_FIELDS), np.int32)
+        return np.stack([seqs, tokens, one, 0 * one, splits, -one], 1), np.empty((0, MERGE_FIELDS), np.int32)
     first_row = np.cumsum(splits, dtype=np.int32) - splits
     run = max(1, -(-int(splits.sum()) // slots))
     runs = -(-splits // run)

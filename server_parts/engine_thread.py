@@ -177,8 +177,6 @@ class EngineThread:
             self._fail(aborted, f"a step failed with {type(error).__name__}; the server's log says more")
             for job in ended:
                 self._publish(job)
-            if self.llm.ranks.closed.is_set():
-                raise  # its ranks no longer agree: the end of this thread
             if self.llm.device.type == "cuda":
                 torch.cuda.synchronize(self.llm.device)  # raises if the device is lost: the end of this thread
             return

@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from kernels import activation, attention, embedding, linear, logprobs, moe, norm, rotary, sample, symmetric, tiles
+from kernels import activation, attention, embedding, linear, logprobs, norm, rotary, sample, tiles
 from kernels.work import ITEM_FIELDS, MERGE_FIELDS, AttentionWork
 
 TARGETS = {"sm_80": GPUTarget("cuda", 80, 32), "sm_90": GPUTarget("cuda", 90, 32), "sm_100": GPUTarget("cuda", 100, 32),
@@ -41,9 +41,6 @@ def source(kernel: JITFunction, bound: dict) -> tuple[ASTSource, dict]:
             signature[param.name], constants[param.name] = "constexpr", value
         elif isinstance(value, TensorDescriptor):
             signature[param.name] = f"tensordesc<{TYPES[value.base.dtype][1:]}{list(value.block_shape)}>"
-        elif isinstance(value, tuple):  # of tensors
-            signature[param.name] = tuple(TYPES[one.dtype] for one in value)
-            attributes |= {(i, j): [["tt.divisibility", 16]] for j in range(len(value))}
         elif isinstance(value, torch.Tensor):
             signature[param.name] = TYPES[value.dtype]
             attributes[(i,)] = [["tt.divisibility", 16]]
@@ -67,24 +64,9 @@ def launch_table(table: tiles.Schedules, rows: int) -> None:
                       table.linear_for(rows, N, leaves), arrived)
     linear.linear(meta(rows, 576, dtype=torch.float32), meta(960, 576, dtype=torch.float32), None, 1, torch.float32,
                   table.linear_for(rows, 960, 1, 4), arrived)
-    linear.linear(meta(rows, 4096), meta(24576, 4096), None, 1, torch.bfloat16, table.linear_for(rows, 24576, 1),
-                  arrived, gated=True)
-    for E, top_k, hidden, inner in ((128, 8, 2048, 768), (6, 2, 64, 48)):
-        for dtype in (torch.bfloat16, torch.float32) if E == 6 else (torch.bfloat16,):
-            routing = moe.route(meta(rows, E, dtype=torch.float32), top_k, True, meta(rows, dtype=torch.int32),
-                                table.experts_for(rows * top_k / E, dtype.itemsize))
-            x, y = meta(rows, hidden, dtype=dtype), meta(rows * top_k, inner, dtype=dtype)
-            for one, w in ((x, meta(E, 2 * inner, hidden, dtype=dtype)), (y, meta(E, hidden, inner, dtype=dtype))):
-                out = moe.expert_linear(one, w, tiles.leaf_count(*w.shape[1:]), routing, arrived)
-            moe.combine(out, routing)
     norm.rms_norm(meta(rows, 4096), meta(4096), 1e-6, meta(rows, 4096))
     activation.silu_and_mul(meta(rows, 24576))
     embedding.embedding(meta(rows, dtype=torch.int32), meta(151936, 4096), meta(rows, dtype=torch.int64))
-    for dtype, width in ((torch.bfloat16, 2048), (torch.float32, 51), (torch.int64, 256)):
-        symmetric.push(meta(rows, width, dtype=dtype), (meta(rows * 4096, dtype=dtype),) * 8, 2048, 4096)
-    for size, outs in ((2, 1), (8, 8)):
-        n = rows * 4096
-        symmetric.ordered_sum((meta(n, dtype=torch.float32),) * size, (meta(n),) * outs, 0, n)
     ints = meta(rows, dtype=torch.int32)
     work = AttentionWork(ints, ints, meta(rows, 4, dtype=torch.int32), meta(1, ITEM_FIELDS, dtype=torch.int32),
                          meta(rows, ITEM_FIELDS, dtype=torch.int32), meta(rows, MERGE_FIELDS, dtype=torch.int32),
@@ -132,8 +114,8 @@ def main() -> None:
     done = set()
     for target, table in plan:
         launches.clear()
-        for rows in sorted({min(bound, 4096) for bound, *_ in table.linear + table.experts}):
-            launch_table(table, rows)
+        for bound, *_ in table.linear:
+            launch_table(table, min(bound, 4096))
         for kernel, bound, options in launches:
             src, constants = source(kernel, bound)
             key = (target, kernel.__name__, str(src.signature), str(constants), str(options), str(src.attrs))

@@ -51,10 +51,6 @@ TINY = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 307, "hidden_size":
         "tie_word_embeddings": True, "torch_dtype": "bfloat16", "eos_token_id": 3}
 
 
-TINY_MOE = TINY | {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 3,
-                   "moe_intermediate_size": 80, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
-
-
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory):
     """A folder with the config of a two-layer random Qwen3 and no weights (for load_format="dummy")."""

@@ -12,7 +12,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from conftest import HAS_GPU, ROOT, TINY, TINY_MOE
+from conftest import HAS_GPU, ROOT, TINY
 
 import kernels
 from benchmarks.twins import batch_dependent
@@ -28,10 +28,6 @@ OUTPUT = 8
 SMOLLM2, EMBEDDED = ROOT / "models" / "SmolLM2-135M-Instruct", ROOT / "models" / "embedded"
 QWEN3_8B = TINY | {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 4,
                    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False}
-QWEN3_30B_A3B = TINY_MOE | {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
-                            "num_hidden_layers": 4, "num_attention_heads": 32, "num_key_value_heads": 4,
-                            "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
-                            "moe_intermediate_size": 768, "tie_word_embeddings": False}
 
 
 @cache
@@ -163,10 +159,6 @@ def test_full_product_on_a_random_model(tiny_folder, chunk, tiny):
     compare(Served(tiny_folder, load_format="dummy"), part(chunk, tiny))
 
 
-def test_pairwise_on_experts(tmp_path_factory):
-    compare(Served(write_config(tmp_path_factory, TINY_MOE), load_format="dummy"), pairwise())
-
-
 def test_pairwise_on_the_embedded_model():
     compare(Served(EMBEDDED, lengths=(1, 62, 127, 190, 254), longest_filler=2), pairwise())
 
@@ -180,10 +172,9 @@ def test_pairwise_on_a_real_model(folder):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [QWEN3_8B, QWEN3_30B_A3B], ids=["8b", "30b_a3b"])
 @every_part
-def test_qwen3_shapes(tmp_path_factory, config, chunk, tiny):
-    compare(Served(write_config(tmp_path_factory, config), load_format="dummy"), part(chunk, tiny))
+def test_qwen3_8b_shape(tmp_path_factory, chunk, tiny):
+    compare(Served(write_config(tmp_path_factory, QWEN3_8B), load_format="dummy"), part(chunk, tiny))
 
 
 def write_config(tmp_path_factory, config):

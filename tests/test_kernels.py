@@ -57,6 +57,20 @@ def test_linear(ops, dtype, M, N, K, bias):
     close(out, expected, torch.float32 if dtype == torch.float32 else torch.float16)
 
 
+@pytest.mark.parametrize("tma", [False, True])
+def test_leaves_in_programs_of_their_own_add_up_the_same(dtype, tma):
+    """The last program to arrive adds the leaves in order, and leaves the counters at zero for the next sum."""
+    from kernels.linear import linear
+
+    x, w, b = (torch.randn(*shape, generator=torch.Generator().manual_seed(i)).to(dtype).to(DEVICE)
+               for i, shape in enumerate(((5, 512), (160, 512), (160,))))
+    split = tiles.LinearSchedule(16, 64, 64, 4, 3, split=True, tma=tma)
+    arrived = torch.zeros(64, dtype=torch.int32, device=DEVICE)
+    found = [linear(x, w, b, 2, torch.float32, one, arrived) for one in (split, split, replace(split, split=False))]
+    close(found[0], x.double() @ w.double().T + b.double(), torch.float16)
+    assert same_bits(found[0], found[1]) and same_bits(found[0], found[2]) and not arrived.any()
+
+
 def test_linear_fp32_is_not_tf32(ops):
     """Field bug 3: 1 x 2049 must be exact."""
     x = place(ops, torch.ones(1, 1))

@@ -26,87 +26,43 @@ def add_partial(acc, offs, mask, partial_ptr, arrived_ptr, leaf, size, LEAVES: t
 
 
 @triton.jit
-def leaf_sum(x_ptrs, w_ptrs, mask_m, mask_n, k_start, K: tl.constexpr, LEAF: tl.constexpr, EVEN_N: tl.constexpr,
-             EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+def leaf_sum(x, w, m, n, k_start, M, N: tl.constexpr, K: tl.constexpr, LEAF: tl.constexpr, EVEN_K: tl.constexpr,
+             TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
              PRECISION: tl.constexpr):
     # The chain along K. `tl.dot` onto one accumulator gives the same bits for every tile shape (design law 1).
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    offs_k = tl.arange(0, BLOCK_K)
-    for k in range(k_start, k_start + LEAF, BLOCK_K):
-        if EVEN_K:
-            x = tl.load(x_ptrs + k, mask=mask_m, other=0.0)
-            w = tl.load(w_ptrs + k) if EVEN_N else tl.load(w_ptrs + k, mask=mask_n, other=0.0)
-        else:
-            mask_k = (k + offs_k) < min(k_start + LEAF, K)
-            x = tl.load(x_ptrs + k, mask=mask_m & mask_k[None, :], other=0.0)
-            w = tl.load(w_ptrs + k, mask=mask_n & mask_k[None, :], other=0.0)
-        acc = tl.dot(x, w.T, acc, input_precision=PRECISION)
-    return acc
-
-
-@triton.jit(do_not_specialize=["M"])
-def linear_kernel(x_ptr, w_ptr, bias_ptr, out_ptr, partial_ptr, arrived_ptr, M, N: tl.constexpr, K: tl.constexpr,
-                  LEAVES: tl.constexpr, LEAF: tl.constexpr, SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr,
-                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-                  PRECISION: tl.constexpr):
-    # Neighbouring programs share rows of x and of w in the L2: walk GROUP_M row tiles before the next column tile.
-    tile = tl.program_id(0)
-    tiles_m = tl.cdiv(M, BLOCK_M)
-    tiles_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    first_m = tile // (GROUP_M * tiles_n) * GROUP_M
-    group_m = min(tiles_m - first_m, GROUP_M)
-    offs_m = (first_m + tile % (GROUP_M * tiles_n) % group_m) * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_n = tile % (GROUP_M * tiles_n) // group_m * BLOCK_N + tl.arange(0, BLOCK_N)
-    offs_k = tl.arange(0, BLOCK_K)
-    mask_m = offs_m[:, None] < M
-    mask_n = offs_n[:, None] < N
-    EVEN_N: tl.constexpr = N % BLOCK_N == 0
-    EVEN_K: tl.constexpr = LEAF % BLOCK_K == 0 and LEAF * LEAVES == K
-    x_ptrs = x_ptr + offs_m[:, None].to(tl.int64) * K + offs_k[None, :]  # [BLOCK_M, BLOCK_K]
-    w_ptrs = w_ptr + offs_n[:, None].to(tl.int64) * K + offs_k[None, :]  # [BLOCK_N, BLOCK_K]
-    offs_out = offs_m[:, None].to(tl.int64) * N + offs_n[None, :]
-    mask_out = mask_m & (offs_n[None, :] < N)
-    leaf = tl.program_id(1)  # 0 unless SPLIT, which gives each leaf a program of its own
-
-    if SPLIT:
-        acc = leaf_sum(x_ptrs, w_ptrs, mask_m, mask_n, leaf * LEAF, K, LEAF, EVEN_N, EVEN_K, BLOCK_M, BLOCK_N,
-                       BLOCK_K, PRECISION)
-        acc, last = add_partial(acc, offs_out, mask_out, partial_ptr, arrived_ptr + tile, leaf,
-                                tl.cast(M, tl.int64) * N, LEAVES)
-        if not last:
-            return
+    if TMA:  # the copy engine fetches and clips
+        for k in range(k_start, k_start + LEAF, BLOCK_K):
+            acc = tl.dot(x.load([m, k]), w.load([n, k]).T, acc, input_precision=PRECISION)
     else:
-        acc = leaf_sum(x_ptrs, w_ptrs, mask_m, mask_n, 0, K, LEAF, EVEN_N, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K,
-                       PRECISION)
-        for i in tl.static_range(1, LEAVES):
-            acc = acc + leaf_sum(x_ptrs, w_ptrs, mask_m, mask_n, i * LEAF, K, LEAF, EVEN_N, EVEN_K, BLOCK_M, BLOCK_N,
-                                 BLOCK_K, PRECISION)
-    if HAS_BIAS:
-        acc = acc + tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
-    tl.store(out_ptr + offs_out, acc.to(out_ptr.dtype.element_ty), mask=mask_out)
-
-
-@triton.jit
-def leaf_sum_tma(x_desc, w_desc, m, n, k_start, LEAF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                 BLOCK_K: tl.constexpr):
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for k in range(k_start, k_start + LEAF, BLOCK_K):
-        acc = tl.dot(x_desc.load([m, k]), w_desc.load([n, k]).T, acc, input_precision="ieee")
+        offs_m = m + tl.arange(0, BLOCK_M)[:, None]
+        offs_n = n + tl.arange(0, BLOCK_N)[:, None]
+        offs_k = tl.arange(0, BLOCK_K)[None, :]
+        x_ptrs = x + offs_m.to(tl.int64) * K + offs_k
+        w_ptrs = w + offs_n.to(tl.int64) * K + offs_k
+        for k in range(k_start, k_start + LEAF, BLOCK_K):
+            mask_k = True if EVEN_K else k + offs_k < min(k_start + LEAF, K)
+            x_tile = tl.load(x_ptrs + k, mask=(offs_m < M) & mask_k, other=0.0)
+            w_tile = tl.load(w_ptrs + k, mask=(offs_n < N) & mask_k, other=0.0)
+            acc = tl.dot(x_tile, w_tile.T, acc, input_precision=PRECISION)
     return acc
 
 
 @triton.jit(do_not_specialize=["M"])
-def linear_tma_kernel(x_desc, w_desc, bias_ptr, out, partial_ptr, arrived_ptr, M, N: tl.constexpr,
-                      LEAVES: tl.constexpr, LEAF: tl.constexpr, SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr,
-                      OUT_TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-                      GROUP_M: tl.constexpr):
-    # Persistent: a program a multiprocessor walks tiles, or leaves of tiles. The copy engine fetches and clips.
+def linear_kernel(x, w, bias_ptr, out, partial_ptr, arrived_ptr, M, N: tl.constexpr, K: tl.constexpr,
+                  LEAVES: tl.constexpr, LEAF: tl.constexpr, SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr,
+                  TMA: tl.constexpr, OUT_TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                  BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, PRECISION: tl.constexpr):
+    # Persistent: programs walk tiles, or leaves of tiles.
     PARTS: tl.constexpr = LEAVES if SPLIT else 1
+    EVEN_K: tl.constexpr = LEAF % BLOCK_K == 0 and LEAF * LEAVES == K
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    for part in tl.range(tl.program_id(0), tiles_m * tiles_n * PARTS, tl.num_programs(0), flatten=LEAVES == 1):
+    FLAT: tl.constexpr = TMA and LEAVES == 1
+    for part in tl.range(tl.program_id(0), tiles_m * tiles_n * PARTS, tl.num_programs(0), flatten=FLAT):
         tile = part // PARTS
         leaf = part % PARTS
+        # Neighbours share rows of x and of w in the L2: walk GROUP_M row tiles before the next column tile.
         first_m = tile // (GROUP_M * tiles_n) * GROUP_M
         group_m = min(tiles_m - first_m, GROUP_M)
         m = (first_m + tile % (GROUP_M * tiles_n) % group_m) * BLOCK_M
@@ -115,14 +71,15 @@ def linear_tma_kernel(x_desc, w_desc, bias_ptr, out, partial_ptr, arrived_ptr, M
         offs_n = n + tl.arange(0, BLOCK_N)
         offs_out = offs_m[:, None].to(tl.int64) * N + offs_n[None, :]
         mask_out = (offs_m[:, None] < M) & (offs_n[None, :] < N)
-        acc = leaf_sum_tma(x_desc, w_desc, m, n, leaf * LEAF, LEAF, BLOCK_M, BLOCK_N, BLOCK_K)
+        acc = leaf_sum(x, w, m, n, leaf * LEAF, M, N, K, LEAF, EVEN_K, TMA, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)
         last = True
         if SPLIT:
             acc, last = add_partial(acc, offs_out, mask_out, partial_ptr, arrived_ptr + tile, leaf,
                                     tl.cast(M, tl.int64) * N, LEAVES)
         else:
             for i in tl.static_range(1, LEAVES):
-                acc = acc + leaf_sum_tma(x_desc, w_desc, m, n, i * LEAF, LEAF, BLOCK_M, BLOCK_N, BLOCK_K)
+                acc = acc + leaf_sum(x, w, m, n, i * LEAF, M, N, K, LEAF, EVEN_K, TMA, BLOCK_M, BLOCK_N, BLOCK_K,
+                                     PRECISION)
         if last:
             if HAS_BIAS:
                 acc = acc + tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
@@ -157,22 +114,19 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, lea
     tiles = triton.cdiv(M, schedule.BLOCK_M) * triton.cdiv(N, schedule.BLOCK_N)
     length = leaf_length(K, leaves)
     tma = schedule.tma and length % schedule.BLOCK_K == 0 and length * leaves == K
-    # Persistent programs share the leaves of a tile only where all of them run at once.
-    split = schedule.split and leaves > 1 and tiles * leaves <= (schedule.programs if tma else arrived.numel())
+    programs = schedule.programs if tma else arrived.numel()
+    split = schedule.split and leaves > 1 and tiles * leaves <= programs
     partial = torch.empty((leaves, M, N), dtype=torch.float32, device=x.device) if split else out
-    bias_ptr = weight if bias is None else bias
+    bias_ptr, target = weight if bias is None else bias, out
     BLOCK_M, BLOCK_N, BLOCK_K = shape = (schedule.BLOCK_M, schedule.BLOCK_N, schedule.BLOCK_K)
-    options = {"num_warps": schedule.num_warps, "num_stages": schedule.num_stages, "enable_fp_fusion": False}
+    out_tma = tma and out_dtype == x.dtype and N * out.element_size() % 16 == 0
     if tma:
-        x_desc = TensorDescriptor.from_tensor(x, [BLOCK_M, BLOCK_K])
-        w_desc = TensorDescriptor.from_tensor(weight, [BLOCK_N, BLOCK_K])
-        out_tma = out_dtype == x.dtype and N * out.element_size() % 16 == 0
-        target = TensorDescriptor.from_tensor(out, [BLOCK_M, BLOCK_N]) if out_tma else out
-        linear_tma_kernel[(min(tiles * (leaves if split else 1), schedule.programs),)](
-            x_desc, w_desc, bias_ptr, target, partial, arrived, M, N, leaves, length, split, bias is not None, out_tma,
-            *shape, schedule.GROUP_M, **options)
-    else:
-        linear_kernel[(tiles, leaves if split else 1)](
-            x, weight, bias_ptr, out, partial, arrived, M, N, K, leaves, length, split, bias is not None, *shape,
-            schedule.GROUP_M, "ieee", **options)
+        x = TensorDescriptor.from_tensor(x, [BLOCK_M, BLOCK_K])
+        weight = TensorDescriptor.from_tensor(weight, [BLOCK_N, BLOCK_K])
+    if out_tma:
+        target = TensorDescriptor.from_tensor(out, [BLOCK_M, BLOCK_N])
+    linear_kernel[(min(tiles * (leaves if split else 1), programs),)](
+        x, weight, bias_ptr, target, partial, arrived, M, N, K, leaves, length, split, bias is not None, tma, out_tma,
+        *shape, schedule.GROUP_M, "ieee", num_warps=schedule.num_warps, num_stages=schedule.num_stages,
+        enable_fp_fusion=False)
     return out

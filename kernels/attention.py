@@ -110,31 +110,25 @@ def paged_attention_kernel(q_ptr, k_cache_ptr, v_cache_ptr, k_pages, v_pages, bl
         m_total = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         l_total = tl.zeros((BLOCK_M,), tl.float32)
         acc_total = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
-        for n in range(start, full_end, TILE):
-            page = (tl.load(table_ptr + n // TILE).to(tl.int64) * NUM_KV_HEADS + kv_head) * TILE
-            if TMA:
-                k = k_pages.load([page.to(tl.int32), 0])
-                v = v_pages.load([page.to(tl.int32), 0])
-            else:
+        for MASKED in tl.static_range(2):
+            for n in range(full_end if MASKED else start, end if MASKED else full_end, TILE):
+                page = (tl.load(table_ptr + n // TILE).to(tl.int64) * NUM_KV_HEADS + kv_head) * TILE
                 offs = (page + offs_n[:, None]) * HEAD_DIM + offs_d[None, :]
-                k = tl.load(k_cache_ptr + offs)
-                v = tl.load(v_cache_ptr + offs)
-            row = ((first_row + (n - start) // SPLIT - 1) * NUM_KV_HEADS + kv_head) * GROUP + rows
-            m, l, acc, m_total, l_total, acc_total = attend_tile(
-                q, k, v, None, scale_log2e, ones, m, l, acc, m_total, l_total, acc_total, partial_ml_ptr,
-                partial_acc_ptr, row, mask_m, (n % SPLIT == 0) & (n > start), False, PARTIAL, HEAD_DIM, PRECISION)
-        for n in range(full_end, end, TILE):
-            page = (tl.load(table_ptr + n // TILE).to(tl.int64) * NUM_KV_HEADS + kv_head) * TILE
-            offs = (page + offs_n[:, None]) * HEAD_DIM + offs_d[None, :]
-            # Slots past num_keys were never written for this sequence: 0 x NaN must not reach the sum.
-            written = (n + offs_n < num_keys)[:, None]
-            k = tl.load(k_cache_ptr + offs, mask=written, other=0.0)
-            v = tl.load(v_cache_ptr + offs, mask=written, other=0.0)
-            row = ((first_row + (n - start) // SPLIT - 1) * NUM_KV_HEADS + kv_head) * GROUP + rows
-            m, l, acc, m_total, l_total, acc_total = attend_tile(
-                q, k, v, (n + offs_n)[None, :] <= pos[:, None], scale_log2e, ones, m, l, acc, m_total, l_total,
-                acc_total, partial_ml_ptr, partial_acc_ptr, row, mask_m, (n % SPLIT == 0) & (n > start), True, PARTIAL,
-                HEAD_DIM, PRECISION)
+                visible = (n + offs_n)[None, :] <= pos[:, None]
+                if MASKED:  # slots past num_keys were never written: 0 x NaN must not reach the sum
+                    written = (n + offs_n < num_keys)[:, None]
+                    k = tl.load(k_cache_ptr + offs, mask=written, other=0.0)
+                    v = tl.load(v_cache_ptr + offs, mask=written, other=0.0)
+                elif TMA:
+                    k = k_pages.load([page.to(tl.int32), 0])
+                    v = v_pages.load([page.to(tl.int32), 0])
+                else:
+                    k = tl.load(k_cache_ptr + offs)
+                    v = tl.load(v_cache_ptr + offs)
+                row = ((first_row + (n - start) // SPLIT - 1) * NUM_KV_HEADS + kv_head) * GROUP + rows
+                m, l, acc, m_total, l_total, acc_total = attend_tile(
+                    q, k, v, visible, scale_log2e, ones, m, l, acc, m_total, l_total, acc_total, partial_ml_ptr,
+                    partial_acc_ptr, row, mask_m, (n % SPLIT == 0) & (n > start), MASKED, PARTIAL, HEAD_DIM, PRECISION)
         row = ((first_row + (end - 1 - start) // SPLIT) * NUM_KV_HEADS + kv_head) * GROUP + rows
         m_total, l_total, acc_total = end_split(m, l, acc, m_total, l_total, acc_total, partial_ml_ptr,
                                                 partial_acc_ptr, row, mask_m, PARTIAL, HEAD_DIM)

@@ -288,8 +288,9 @@ class LLM:
             token_ids = self.tokenizer.encode(prompt, add_special_tokens)
         else:
             size = self.config.vocab_size
-            for token in prompt:
-                if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= token < size:
+            kinds = {kind for kind in set(map(type, prompt)) if issubclass(kind, Integral) and kind is not bool}
+            for token in prompt:  # may be long: `isinstance` of an abstract class took 10 ms of 8,192 tokens
+                if type(token) not in kinds or not 0 <= token < size:
                     raise ValueError(f"prompt token {token!r} is no id below the vocabulary size {size}")
             token_ids = [int(token) for token in prompt]
         if not token_ids:

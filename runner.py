@@ -82,16 +82,17 @@ class Runner:
         fields = self._plan(seqs)
         samples = [seq.samples_this_step for seq in seqs]
         sampling = [seq for seq in seqs if seq.samples_this_step]
-        ends = np.cumsum([seq.num_scheduled_tokens for seq in seqs])
-        prompt_logprobs = {}
+        prompt_logprobs = [[] for _ in seqs]
         if graph_size := self._graph_size(seqs):
             logits = self._run_graph(fields, graph_size)
         else:
             batch, _ = self._batch(fields, fields["counts"].tolist())
+            ends = np.cumsum([seq.num_scheduled_tokens for seq in seqs])
             rows = upload(ends[samples] - 1, self.device)
             if any(seq.wants_prompt_logprobs for seq in seqs):  # every row may be wanted
                 hidden_states = self.model.forward(batch, self.kv_cache)
-                prompt_logprobs = self._score_prompts(seqs, ends, hidden_states)
+                parts = hidden_states.split([seq.num_scheduled_tokens for seq in seqs])
+                prompt_logprobs = [self._score_prompt(seq, part) for seq, part in zip(seqs, parts, strict=True)]
                 hidden_states = hidden_states[rows]
             else:  # only the last of each sequence goes on to the norm
                 hidden_states = self.model.forward(replace(batch, logits_rows=rows), self.kv_cache)
@@ -100,8 +101,8 @@ class Runner:
 
         def collect() -> list[StepOutput]:
             chosen = iter(wait())
-            return [StepOutput(*(next(chosen) if sample else (None, None, None)), prompt_logprobs.get(id(seq), []))
-                    for seq, sample in zip(seqs, samples, strict=True)]
+            return [StepOutput(*(next(chosen) if sample else (None, None, None)), scores)
+                    for sample, scores in zip(samples, prompt_logprobs, strict=True)]
 
         return collect
 
@@ -194,10 +195,17 @@ class Runner:
                 logits, tokens = logits[index], tokens[index]
             tokens = tokens.clamp(max=logits.shape[1] - 1)  # a broken row's logprob is never shown
             results += self.ops.logprobs(logits, tokens, max(wanted[i] for i in asking))
-        wait = self._download(results)
+        done = None
+        if self.device.type == "cuda":  # the results come over while the host goes on
+            results = [torch.empty(result.shape, dtype=result.dtype, pin_memory=True).copy_(result, non_blocking=True)
+                       for result in results]
+            done = torch.cuda.Event()
+            done.record()
 
         def collect() -> list[tuple]:
-            ids, *values = [result.tolist() for result in wait()]
+            if done is not None:
+                done.synchronize()
+            ids, *values = [result.tolist() for result in results]
             chosen = [(token, None, None) for token in ids]
             for i, value, *top in zip(asking, *values):
                 chosen[i] = ids[i], value, dict(list(zip(*top, strict=True))[: wanted[i]])
@@ -205,42 +213,23 @@ class Runner:
 
         return collect
 
-    def _download(self, tensors: list[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
-        """Start to copy tensors to the host; returns the function that waits for them."""
-        if self.device.type == "cpu":
-            return lambda: tensors
-        copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors]
-        done = torch.cuda.Event()
-        done.record()
+    def _score_prompt(self, seq: Sequence, hidden_states: torch.Tensor) -> list[tuple[float, dict[int, float]]]:
+        """Logprobs of the prompt tokens that follow a sequence's rows of this step, if it asks for them.
 
-        def wait() -> list[torch.Tensor]:
-            done.synchronize()
-            return copies
-
-        return wait
-
-    def _score_prompts(self, seqs, ends, hidden_states) -> dict[int, list]:
-        """Logprobs of the prompt tokens that follow this step's rows, for the sequences that ask: id(seq) -> list.
-
-        Only what the sequence does not have yet: after a preemption the early rows come round again."""
-        scores: dict[int, list] = {}
-        for seq, end in zip(seqs, ends, strict=True):
-            if not seq.wants_prompt_logprobs:
-                continue
-            start = int(end) - seq.num_scheduled_tokens
-            first = max(1, len(seq.prompt_logprobs))  # token 0 has no logprob
-            last = min(seq.num_prompt_tokens, seq.num_computed_tokens + seq.num_scheduled_tokens + 1)
-            found = []
-            for token in range(first, last, LOGITS_SLAB):
-                targets = seq.token_ids[token : min(token + LOGITS_SLAB, last)]
-                row = start + token - 1 - seq.num_computed_tokens
-                logits = self.model.logits(hidden_states[row : row + len(targets)].contiguous())
-                targets = torch.tensor(targets, device=self.device)
-                results = self.ops.logprobs(logits, targets, seq.params.prompt_logprobs)
-                found += [(value, dict(zip(*top, strict=True)))
-                          for value, *top in zip(*(result.tolist() for result in results), strict=True)]
-            scores[id(seq)] = found
-        return scores
+        Only what it does not have yet: after a preemption the early rows come round again."""
+        if not seq.wants_prompt_logprobs:
+            return []
+        first = max(1, len(seq.prompt_logprobs))  # token 0 has no logprob
+        last = min(seq.num_prompt_tokens, seq.num_computed_tokens + seq.num_scheduled_tokens + 1)
+        found = []
+        for token in range(first, last, LOGITS_SLAB):
+            targets = torch.tensor(seq.token_ids[token : min(token + LOGITS_SLAB, last)], device=self.device)
+            row = token - 1 - seq.num_computed_tokens
+            logits = self.model.logits(hidden_states[row : row + len(targets)].contiguous())
+            results = self.ops.logprobs(logits, targets, seq.params.prompt_logprobs)
+            for value, *top in zip(*(result.tolist() for result in results), strict=True):
+                found.append((value, dict(zip(*top, strict=True))))
+        return found
 
     @torch.inference_mode()
     def profile(self, num_tokens: int, num_seqs: int) -> None:

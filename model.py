@@ -8,6 +8,7 @@ requests, scheduling or sampling.
 import hashlib
 import math
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import torch
 from tqdm import tqdm
@@ -182,18 +183,6 @@ class Linear:
     leaves: int
 
 
-@dataclass
-class Layer:
-    input_layernorm: torch.Tensor
-    qkv_proj: Linear
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    o_proj: Linear
-    post_attention_layernorm: torch.Tensor
-    gate_up_proj: Linear
-    down_proj: Linear
-
-
 class Model:
     """A decoder-only transformer over `ops`.
 
@@ -205,26 +194,26 @@ class Model:
         self.weights: dict[str, torch.Tensor] = {}
         c, D = config, config.head_dim
         q_size, kv_size = c.num_heads * D, c.num_kv_heads * D
-        embed = self._parameter(c.vocab_size, c.hidden_size, [("model.embed_tokens.weight", c.vocab_size)])
-        self.embed_tokens = embed
+        self.embed_tokens = self._parameter(c.vocab_size, c.hidden_size, [("model.embed_tokens.weight", c.vocab_size)])
         self.layers = []
         for i in range(c.num_layers):
             attn, mlp = f"model.layers.{i}.self_attn.", f"model.layers.{i}.mlp."
             qkv = [(attn + "q_proj", q_size), (attn + "k_proj", kv_size), (attn + "v_proj", kv_size)]
-            self.layers.append(Layer(
-                self._norm(f"model.layers.{i}.input_layernorm", c.hidden_size),
-                self._linear(qkv, c.hidden_size, c.qkv_bias),
-                self._norm(attn + "q_norm", D) if c.qk_norm else None,
-                self._norm(attn + "k_norm", D) if c.qk_norm else None,
-                self._linear([(attn + "o_proj", c.hidden_size)], q_size, c.o_bias),
-                self._norm(f"model.layers.{i}.post_attention_layernorm", c.hidden_size),
-                self._linear([(mlp + name, c.intermediate_size) for name in ("gate_proj", "up_proj")],
-                             c.hidden_size, c.mlp_bias),
-                self._linear([(mlp + "down_proj", c.hidden_size)], c.intermediate_size, c.mlp_bias)))
+            gate_up = [(mlp + "gate_proj", c.intermediate_size), (mlp + "up_proj", c.intermediate_size)]
+            self.layers.append(SimpleNamespace(
+                input_layernorm=self._norm(f"model.layers.{i}.input_layernorm", c.hidden_size),
+                qkv_proj=self._linear(qkv, c.hidden_size, c.qkv_bias),
+                q_norm=self._norm(attn + "q_norm", D) if c.qk_norm else None,
+                k_norm=self._norm(attn + "k_norm", D) if c.qk_norm else None,
+                o_proj=self._linear([(attn + "o_proj", c.hidden_size)], q_size, c.o_bias),
+                post_attention_layernorm=self._norm(f"model.layers.{i}.post_attention_layernorm", c.hidden_size),
+                gate_up_proj=self._linear(gate_up, c.hidden_size, c.mlp_bias),
+                down_proj=self._linear([(mlp + "down_proj", c.hidden_size)], c.intermediate_size, c.mlp_bias)))
         self.norm = self._norm("model.norm", c.hidden_size)
-        head_leaves = leaf_count(c.vocab_size, c.hidden_size)
-        self.lm_head = (Linear(embed, None, head_leaves) if c.tie_word_embeddings
-                        else self._linear([("lm_head", c.vocab_size)], c.hidden_size, False))
+        if c.tie_word_embeddings:
+            self.lm_head = Linear(self.embed_tokens, None, leaf_count(c.vocab_size, c.hidden_size))
+        else:
+            self.lm_head = self._linear([("lm_head", c.vocab_size)], c.hidden_size, False)
         self.cos_sin = rotary_table(c, max_model_len).to(device)
 
     def _parameter(self, N: int, K: int | None, parts: list[tuple[str, int]]) -> torch.Tensor:

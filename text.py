@@ -39,11 +39,9 @@ class Tokenizer:
         self._backend.no_truncation()  # what is left over from training must not touch a prompt
         self._backend.no_padding()
         # What the settings declare and tokenizer.json lacks, or has with other flags, is added, as transformers does.
-        known = self._backend.get_added_tokens_decoder()
-        for token_id, fields in sorted(settings.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
+        for _, fields in sorted(settings.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
             token = tokenizers.AddedToken(**{key: fields[key] for key in fields if key != "__type"})
-            if repr(known.get(int(token_id))) != repr(token):  # `==` looks at the text alone
-                self._backend.add_tokens([token])
+            self._backend.add_tokens([token])
         added = self._backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size = max(self._backend.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)

@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from kernels import Ops, same_bits, upload
+from kernels import Ops, same_bits
 from kernels.tiles import KV_TILE, leaf_count
 from model import ModelConfig, rotary_table
-from runner import Runner, pack
+from runner import Runner
 
 ROTATE = 200_000_000  # bytes of inputs that a timing walks through: four times the L2 of an H200
 
@@ -148,9 +148,8 @@ def planned_work(config: ModelConfig, ops: Ops, cache: torch.Tensor, num_seqs: i
     seqs = [SimpleNamespace(num_computed_tokens=computed, num_scheduled_tokens=scheduled,
                             token_ids=[0] * (computed + scheduled),
                             block_table=list(range(i * pages, (i + 1) * pages))) for i in range(num_seqs)]
-    shape, arrays, grid = runner._plan(seqs)
-    buffer, offsets = pack(shape, arrays)
-    return runner._batch(upload(buffer, cache.device), offsets, shape, grid).attention
+    fields = runner._plan(seqs)
+    return runner._batch(fields, fields["counts"].tolist())[0].attention
 
 
 def attention_cases(config: ModelConfig, ops: Ops, dtype: torch.dtype, device: torch.device, sizes) -> Iterator[Case]:

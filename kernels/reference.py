@@ -31,15 +31,12 @@ def tiled_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if x.shape[1] % 16:  # the library peels a row by its alignment: start every row of the weight on a 64-byte border
         x, weight = (F.pad(t, (0, -t.shape[1] % 16)) for t in (x, weight))
     (M, K), N = x.shape, weight.shape[0]
-    full = N // COLUMNS
-    if M == 1 and full * COLUMNS == N:  # what a single stream does all day
-        return torch.bmm(x.expand(full, 1, K), weight.view(full, COLUMNS, K).mT).view(1, N)
-    rows, tiles = x.unsqueeze(1), weight[: full * COLUMNS].view(full, COLUMNS, K).mT
-    parts = [torch.bmm(rows, tile.expand(M, K, COLUMNS)).squeeze(1) for tile in tiles]
-    if N % COLUMNS:
-        edge = F.pad(weight[full * COLUMNS :], (0, 0, 0, -N % COLUMNS)).T.expand(M, K, COLUMNS)
-        parts.append(torch.bmm(rows, edge).squeeze(1)[:, : N % COLUMNS])
-    return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+    if M == 1 and N % COLUMNS == 0:  # what a single stream does all day
+        return torch.bmm(x.expand(N // COLUMNS, 1, K), weight.view(-1, COLUMNS, K).mT).view(1, N)
+    tiles = list(weight.split(COLUMNS))
+    tiles[-1] = F.pad(tiles[-1], (0, 0, 0, -N % COLUMNS))
+    parts = [torch.bmm(x.unsqueeze(1), tile.T.expand(M, K, COLUMNS)).squeeze(1) for tile in tiles]
+    return torch.cat(parts, 1)[:, :N].contiguous()
 
 
 def row_sum(x: torch.Tensor) -> torch.Tensor:

@@ -50,6 +50,9 @@ class Settings:
     max_tokens: int | None = None  # None: what the engine has room for
     max_body_bytes: int = 4 << 20
     body_timeout: float = 60.0
+    header_timeout: float = 10.0
+    send_timeout: float = 60.0  # to read what was sent
+    allowed_hosts: tuple[str, ...] = ()  # names in the Host header; none: any
 
 
 def clean_path(loc: tuple) -> str | None:
@@ -227,11 +230,11 @@ def build_app(llm: LLM, settings: Settings | None = None, on_lost: Callable[[], 
         await asyncio.get_running_loop().run_in_executor(None, service.engine.close)
         service.workers.shutdown(wait=False)
 
-    errors = {status: {"model": ErrorAnswer} for status in (400, 401, 404, 408, 413, 422, 429, 500, 503)}
+    errors = {status: {"model": ErrorAnswer} for status in (400, 401, 404, 408, 413, 421, 422, 429, 500, 503)}
     app = FastAPI(title="samebits", description="Answers whose bits do not depend on the load.", docs_url=None,
                   redoc_url=None, lifespan=lifespan)
     app.state.service = service
-    app.add_middleware(Gate, settings.api_key, settings.max_body_bytes, settings.body_timeout)
+    app.add_middleware(Gate, settings.api_key, settings.max_body_bytes, settings.body_timeout, settings.allowed_hosts)
     if settings.allowed_origins:  # in front of the gate, so that a page may read a refusal
         app.add_middleware(CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["GET", "POST"],
                            allow_headers=["Authorization", "Content-Type"])

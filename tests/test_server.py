@@ -187,11 +187,12 @@ def test_logit_bias_and_salt(client):
 
 REFUSED = [  # what is sent beside a prompt, status, the field that is named
     ({"suffix": "x"}, 400, "suffix"), ({"best_of": 3}, 400, "best_of"), ({"guided_json": {}}, 400, "guided_json"),
-    ({"response_format": {"type": "json_object"}}, 400, "response_format"), ({"receipt": True}, 400, "receipt"),
+    ({"response_format": {"type": "json_object"}}, 400, "response_format"), ({"receipt": "yes"}, 400, "receipt"),
     ({"temperature": -1}, 400, "temperature"), ({"temperature": "1"}, 400, "temperature"), ({"n": 0}, 400, "n"),
     ({"temperature": float("nan")}, 400, "temperature"), ({"n": True}, 400, "n"), ({"n": 129}, 400, "n"),
     ({"top_p": 0}, 400, "top_p"), ({"stop": ["a"] * 17}, 400, "stop"), ({"stop": [""]}, 400, "stop"),
-    ({"max_tokens": 0}, 400, "max_tokens"), ({"min_tokens": 99}, 400, "min_tokens"), ({"seed": 2**63}, 400, "seed"),
+    ({"receipt": True, "max_tokens": 0, "echo": True}, 400, "receipt"), ({"max_tokens": 0}, 400, "max_tokens"),
+    ({"min_tokens": 99}, 400, "min_tokens"), ({"seed": 2**63}, 400, "seed"),
     ({"logprobs": 21}, 400, "logprobs"), ({"logit_bias": {"a": 1}}, 400, "logit_bias.a"),
     ({"logit_bias": {"99999": 1}}, 400, "logit_bias"), ({"stop_token_ids": [-1]}, 400, "stop_token_ids"),
     ({"prompt": []}, 400, "prompt"), ({"prompt": [99999]}, 400, "prompt"), ({"prompt": "x " * 2000}, 400, "prompt"),

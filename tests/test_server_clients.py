@@ -186,8 +186,8 @@ def test_only_our_own_names_are_answered_to():
     """A page of rebound.example, whose name leads to this machine, sends that name."""
     llm = LLM(progress=False, num_gpu_blocks_override=16)
     ours = ("localhost", "LOCALHOST:1", "127.0.0.1:8000", "[::1]", "[::1]:80", "box.example:8000")
-    others = ("rebound.example", "rebound.example:8000", "localhost.rebound.example", "127.0.0.1.nip.io", "", "[", "::1",
-              "localhost:80:80", "[::1", "evil@localhost", "127.0.0.2")
+    others = ("rebound.example", "rebound.example:8000", "localhost.rebound.example", "127.0.0.1.nip.io", "", "[",
+              "::1", "localhost:80:80", "[::1", "evil@localhost", "127.0.0.2")
     with serve(llm, allowed_hosts=("localhost", "127.0.0.1", "::1", "Box.Example")) as (url, _), \
             httpx.Client(base_url=url) as http:
         for host in ours:

@@ -111,7 +111,7 @@ class Load:
                 await self.complete([1, 2, 3], 1)
                 return
             except Refused as error:
-                refusal = refusal or error
+                refusal = error  # the last asked for least
         raise ValueError(f"{self.client.base_url} completes no prompt: {refusal}")
 
     async def complete(self, prompt: list[int], tokens: int, **fields) -> dict:
@@ -240,7 +240,8 @@ def own_server(options: dict, more: list[str]):
     """A server in a process of its own; yields its URL. Raises ValueError with its last words if it does not start."""
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen([sys.executable, str(ROOT / "server.py"), "--port", "0", *flags(options), *more],
-                                   stdout=subprocess.DEVNULL, stderr=log)
+                                   stdout=subprocess.DEVNULL, stderr=log, env=os.environ | {
+                                       "OMP_NUM_THREADS": str(torch.get_num_threads())})
         try:
             url = None
             while url is None:
@@ -337,6 +338,8 @@ def run(args: argparse.Namespace, result: dict) -> None:
                 "max_model_len": min(SHORT, config["max_position_embeddings"])}
     if not gpu:
         options["num_gpu_blocks_override"] = 512
+        if small:
+            torch.set_num_threads(1)  # more gain nothing there, and lose much on a busy machine
     load, every = made(args.vocab_size or config["vocab_size"], "")
     reference, workload = None, every["A"]
     if not args.no_overhead:

@@ -60,7 +60,6 @@ def test_any_server_may_be_asked_and_its_errors_count(call, monkeypatch):
         assert row["errors"].keys() == {"HTTP 429"} and row["completed"] + row["errors"]["HTTP 429"] == 30
         assert row["completed"] > 0
         assert_all_given_back(service)
-        llm.tokenizer = None
         code, _, err = call("--base-url", url + "/v1", "--model", "another", "--rates", "1")
         assert code == 2 and "'another' is not served here" in err
 

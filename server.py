@@ -18,8 +18,9 @@ EXAMPLES = """examples:
        -d '{"prompt": "Once upon a time", "max_tokens": 32, "temperature": 0}'
 
 Every answer carries `seed`, the seed it was drawn with, and `system_fingerprint`, which names everything else that may
-change bits: same prompt, parameters, seed and fingerprint, same answer, however busy the server is. SIGINT or SIGTERM
-stops taking requests and finishes those under way; a second one stops at once.
+change bits: same prompt, parameters, seed and fingerprint, same answer, however busy the server is. A request with
+"receipt": true gets, with each choice, what LLM.verify needs to prove it. SIGINT or SIGTERM stops taking requests and
+finishes those under way; a second one stops at once.
 """
 KEY_VARIABLE = "SAMEBITS_API_KEY"
 GIL_SWITCH_SECONDS = 5e-4  # Python's default, 5 ms, would let the event loop hold up a decode step of that length

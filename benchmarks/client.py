@@ -27,7 +27,9 @@ class Client:
     base_url: str
     api_key: str | None = None
 
-    async def _send(self, method: str, path: str, body: dict | None) -> tuple[int, dict, asyncio.StreamReader, object]:
+    async def _send(self, method: str, path: str, body: dict | None) -> tuple[
+            int, dict, asyncio.StreamReader, asyncio.StreamWriter]:
+        """(status, headers, where the body comes from, what to close in the end)."""
         url = urlsplit(self.base_url.rstrip("/") + path)
         secure = ssl.create_default_context() if url.scheme == "https" else None
         port = url.port or (443 if secure else 80)
@@ -41,7 +43,7 @@ class Client:
             writer.write("\r\n".join(head + ["", ""]).encode() + content)
             await writer.drain()
             status = int((await reader.readuntil(b"\r\n")).split()[1])
-            lines = (await reader.readuntil(b"\r\n\r\n") if status else b"").decode("latin-1").splitlines()
+            lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").splitlines()
             headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
             return status, headers, reader, writer
         except BaseException:

@@ -66,6 +66,7 @@ class Connection(H11Protocol):
     def _refuse(self, error: RequestError) -> None:
         if self.transport.is_closing():
             return
+        log.info("refused", extra={"fields": {"status": error.status, "param": error.param, "code": error.code}})
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # else an answer is under way, or was given
             body = json.dumps(error.body()).encode()
             headers = [("content-type", "application/json"), ("content-length", str(len(body))),

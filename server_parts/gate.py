@@ -3,12 +3,14 @@
 import asyncio
 import hmac
 import json
+import logging
 import re
 import time
 from collections.abc import Callable
 
 from server_parts.protocol import RequestError
 
+log = logging.getLogger("samebits.http")
 DISCARD_FACTOR = 8  # of a body that is too large, so many limits are read and dropped, so that the client sees the 413
 
 
@@ -85,6 +87,7 @@ class Gate:
 
     @staticmethod
     async def _refuse(error: RequestError, send: Callable) -> None:
+        log.info("refused", extra={"fields": {"status": error.status, "param": error.param, "code": error.code}})
         body = json.dumps(error.body()).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()),
                    (b"connection", b"close")] + [(b"www-authenticate", b"Bearer")] * (error.status == 401)

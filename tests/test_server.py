@@ -23,6 +23,7 @@ import server as program
 from engine import LLM
 from server_parts.api import Settings, build_app
 from server_parts.connection import uvicorn_config
+from server_parts.replies import CompletionReply
 
 GREEDY = {"model": "samebits", "temperature": 0, "max_tokens": 8}
 STORY = "Once upon a time"
@@ -149,6 +150,17 @@ def test_stream_is_the_whole_answer_in_pieces(client):
     assert values == [choice.logprobs.token_logprobs for choice in whole.choices]
     assert reasons == [choice.finish_reason for choice in whole.choices]
     assert usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_a_loop_that_falls_behind_says_more_at_once(client, monkeypatch):
+    request = dict(prompt=STORY, model="samebits", seed=5, max_tokens=40, logprobs=2, extra_body={"ignore_eos": True})
+    whole, chunks = client.completions.create(**request).choices[0], CompletionReply.chunks
+    monkeypatch.setattr(CompletionReply, "chunks", lambda *args: time.sleep(0.2) or chunks(*args))
+    pieces = [chunk.choices[0] for chunk in client.completions.create(stream=True, **request)]
+    assert len(pieces) < 20
+    assert "".join(piece.text for piece in pieces) == whole.text
+    assert [value for piece in pieces for value in piece.logprobs.token_logprobs] == whole.logprobs.token_logprobs
+    assert [top for piece in pieces for top in piece.logprobs.top_logprobs] == whole.logprobs.top_logprobs
 
 
 def test_chat_with_logprobs_streamed_and_whole(client):

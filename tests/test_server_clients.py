@@ -118,7 +118,7 @@ def test_slow_writers_are_hung_up_on():
                 pass
         except ConnectionResetError:
             pass  # hung up on with bytes on the way
-        assert 0.4 < time.monotonic() - start < 5
+        assert 0.4 < time.monotonic() - start < 10
         for client in clients:
             client.close()
 
@@ -161,7 +161,7 @@ def test_slow_readers_hold_up_nobody(monkeypatch):
             told += [len(request.output.outputs[0].token_ids) for request in list(llm.requests.values())]
             start = time.monotonic()
             assert post(url, prompt=STORY, max_tokens=2).status_code == 200
-            assert time.monotonic() - start < 2 and start - begin < 8
+            assert time.monotonic() - start < 5 and start - begin < 20
         assert told[0] < max(told) < 900, "the engine went on for it, until it was cut off"
         assert_cut_off(stuck)
         stuck = narrow_client(url, **large)

@@ -3,6 +3,7 @@
     python bench.py                                  everything, on the default model of the device
     python bench.py latency --only C,D64             a part, some workloads
     python bench.py --model qwen3-8b --json FILE --plot FILE.png
+    python bench.py serve --help                     a server under load (benchmarks/serve.py)
 
 Parts: throughput (A, B and U, a load of your own: --user), latency (C, D, E, G), kernels (each op against its floor
 and a library), memory, price (against a twin that may follow the batch), start (a fresh process to its first token).
@@ -25,7 +26,7 @@ from pathlib import Path
 import torch
 
 import checkpoint
-from benchmarks import report
+from benchmarks import report, serve
 from benchmarks.ops import BitsDiffer, measure_ops, measure_roof
 from benchmarks.serving import Server, Skipped, start_seconds
 from benchmarks.workloads import SHAPES, Workload, model_options, workloads
@@ -205,6 +206,8 @@ class Bench:
 def main(argv: list[str] | None = None, ops: Ops | None = None) -> int:
     """Entry point; `ops` replaces the engine's op table. Exit code 0, 1 (bits differ), 2 (bad arguments or model)."""
     argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["serve"]:
+        return serve.main(argv[1:], environment(pick_device("auto"), argv))
     args = (parser := build_parser()).parse_args(argv)
     parts = args.parts or (["throughput", "latency"] if args.only else list(PARTS))
     if unknown := [part for part in parts if part not in PARTS]:

@@ -18,12 +18,15 @@ EXAMPLES = """examples:
        -d '{"prompt": "Once upon a time", "max_tokens": 32, "temperature": 0}'
 
 Every answer carries `seed`, the seed it was drawn with, and `system_fingerprint`, which names everything else that may
-change bits: same prompt, parameters, seed and fingerprint, same answer, however busy the server is. SIGINT or SIGTERM
-stops taking requests and finishes those under way; a second one stops at once.
+change bits: same prompt, parameters, seed and fingerprint, same answer, however busy the server is. A request with
+"receipt": true gets, with each choice, what LLM.verify needs to prove it. SIGINT or SIGTERM stops taking requests and
+finishes those under way; a second one stops at once.
 """
 KEY_VARIABLE = "SAMEBITS_API_KEY"
 GIL_SWITCH_SECONDS = 5e-4  # Python's default, 5 ms, would let the event loop hold up a decode step of that length
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+LIMITS = ("max_pending", "max_n", "max_stop", "max_tokens", "max_body_bytes", "body_timeout", "header_timeout",
+          "send_timeout")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -35,6 +38,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--port", type=int, default=8000, metavar="N", help="0 takes a free one (default: %(default)s)")
     add("--api-key", metavar="KEY", help=f"bearer token that /v1/ asks for (default: ${KEY_VARIABLE}, else none)")
     add("--allowed-origins", nargs="+", default=[], metavar="URL", help="web origins whose pages may call (CORS)")
+    add("--allowed-host", action="append", default=[], metavar="NAME",
+        help="a name that clients may call this server by; repeat for more (default: on loopback localhost, 127.0.0.1 "
+        "and ::1, so that no web page can reach it under another name; elsewhere any)")
     add("--served-model-name", metavar="NAME", help="what clients call the model (default: --model)")
 
     add = parser.add_argument_group("limits", "What one client may take from the others.").add_argument
@@ -45,6 +51,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--max-tokens", type=int, metavar="N", help="most tokens an answer may ask for (default: what fits)")
     add("--max-body-bytes", type=int, default=4 << 20, metavar="N", help="largest request (default: %(default)s)")
     add("--body-timeout", type=float, default=60.0, metavar="S", help="seconds to send it in (default: %(default)s)")
+    add("--header-timeout", type=float, default=10.0, metavar="S", help="seconds for its head (default: %(default)s)")
+    add("--send-timeout", type=float, default=60.0, metavar="S",
+        help="seconds without reading after which a client is cut off (default: %(default)s)")
 
     # What concerns the engine is said once, in cli.py; argparse has no public way to borrow a group.
     for group in cli.build_parser()._action_groups:
@@ -87,6 +96,7 @@ def run(args: argparse.Namespace) -> int:
         import uvicorn
 
         from server_parts.api import Settings, build_app
+        from server_parts.connection import uvicorn_config
     except ImportError as error:
         raise ValueError(f"the server needs more packages ({error}): pip install -e '.[serve]'") from error
 
@@ -112,15 +122,15 @@ def run(args: argparse.Namespace) -> int:
     if args.host not in LOOPBACK and not key:
         log.warning("listening beyond this machine without an API key: anyone who reaches it may use it")
     llm = LLM(**cli.chosen(args, LLM), progress=sys.stderr.isatty())
-    limits = {name: getattr(args, name) for name in
-              ("max_pending", "max_n", "max_stop", "max_tokens", "max_body_bytes", "body_timeout")}
-    settings = Settings(args.served_model_name or args.model, key, tuple(args.allowed_origins), **limits)
+    hosts = (*LOOPBACK, *args.allowed_host) if args.host in LOOPBACK else tuple(args.allowed_host)
+    settings = Settings(args.served_model_name or args.model, key, tuple(args.allowed_origins), allowed_hosts=hosts,
+                        **{name: getattr(args, name) for name in LIMITS})
     about = {"model": settings.model_name, "fingerprint": llm.fingerprint, "device": str(llm.device),
              "max_model_len": llm.max_model_len}
     sys.setswitchinterval(GIL_SWITCH_SECONDS)
 
     app = build_app(llm, settings, on_lost=lambda: server.lose())
-    server = Server(uvicorn.Config(app, log_config=None, access_log=False, server_header=False))
+    server = Server(uvicorn_config(app, args.header_timeout, args.send_timeout))
     server.run([listener])
     app.state.service.engine.close()
     return 1 if server.is_lost or server.force_exit else 0
@@ -128,9 +138,9 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point. Exit code 0 (drained), 1 (the device was lost, or a second signal came), 2 (bad arguments, model or
-    environment, an address that is taken)."""
+    environment, an address that is taken), 130 (interrupted while starting)."""
     args = (parser := build_parser()).parse_args(argv)
-    for name in ("max_pending", "max_n", "max_stop", "max_tokens", "max_body_bytes", "body_timeout"):
+    for name in LIMITS:
         if (value := getattr(args, name)) is not None and value <= 0:
             parser.error(f"--{name.replace('_', '-')} must be above 0, got {value}")
     try:
@@ -138,6 +148,9 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # before there was anything to drain
+        print("interrupted", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

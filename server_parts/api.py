@@ -50,6 +50,9 @@ class Settings:
     max_tokens: int | None = None  # None: what the engine has room for
     max_body_bytes: int = 4 << 20
     body_timeout: float = 60.0
+    header_timeout: float = 10.0
+    send_timeout: float = 60.0  # to read what was sent
+    allowed_hosts: tuple[str, ...] = ()  # names in the Host header; none: any
 
 
 def clean_path(loc: tuple) -> str | None:
@@ -58,15 +61,18 @@ def clean_path(loc: tuple) -> str | None:
     return ".".join(parts) or None
 
 
-async def until_done(events: "asyncio.Queue[Event]", jobs: list[Job]) -> AsyncIterator[Event]:
-    """The events of accepted jobs until all have ended; raises the first error."""
+async def until_done(events: "asyncio.Queue[Event]", jobs: list[Job]) -> AsyncIterator[list[Event]]:
+    """All that has come of accepted jobs since the last look, until they have ended; raises the first error."""
     left = len(jobs)
     while left:
-        event = await events.get()
-        if event.error:
-            raise event.error
-        yield event
-        left -= event.is_last
+        news = [await events.get()]
+        while not events.empty():
+            news.append(events.get_nowait())
+        yield [event for event in news if not event.error]
+        for event in news:
+            if event.error:
+                raise event.error
+        left -= sum(event.is_last for event in news)
 
 
 class Service:
@@ -161,11 +167,18 @@ class Service:
         try:
             async for _ in until_done(events, jobs):
                 pass
-            content = await in_worker(self.workers, lambda: reply.whole().model_dump_json(exclude_unset=True))
+            content = await in_worker(self.workers, self._whole, reply)
             return Response(content, media_type="application/json")
         finally:
             self._leave(watcher, jobs)
             self._log(reply, start)
+
+    @staticmethod
+    def _whole(reply: CompletionReply | ChatReply) -> str:
+        """In a worker thread: the answer, as JSON."""
+        for job in reply.jobs:
+            reply.write_receipts(job)
+        return reply.whole().model_dump_json(exclude_unset=True)
 
     async def _stream(self, reply: CompletionReply | ChatReply, events: asyncio.Queue, watcher: asyncio.Task,
                       start: float) -> AsyncIterator[str]:
@@ -175,10 +188,16 @@ class Service:
         try:
             for chunk in reply.opening():
                 yield line(chunk)
-            async for event in until_done(events, reply.jobs):
-                for part in event.parts:
-                    for chunk in reply.chunks(event.job, part):
-                        yield line(chunk)
+            async for news in until_done(events, reply.jobs):
+                for event in news:
+                    if event.is_last and reply.request.receipt:
+                        await asyncio.get_running_loop().run_in_executor(self.workers, reply.write_receipts, event.job)
+                lines = []
+                for job, part in reply.ready(news):
+                    for chunk in reply.chunks(job, part):
+                        lines.append(line(chunk))
+                if lines:
+                    yield "".join(lines)
             if reply.request.stream_options and reply.request.stream_options.include_usage:
                 yield line(chunk.model_copy(update={"choices": [], "usage": reply.usage()}))
         except RequestError as error:
@@ -227,11 +246,11 @@ def build_app(llm: LLM, settings: Settings | None = None, on_lost: Callable[[], 
         await asyncio.get_running_loop().run_in_executor(None, service.engine.close)
         service.workers.shutdown(wait=False)
 
-    errors = {status: {"model": ErrorAnswer} for status in (400, 401, 404, 408, 413, 422, 429, 500, 503)}
+    errors = {status: {"model": ErrorAnswer} for status in (400, 401, 404, 408, 413, 421, 422, 429, 500, 503)}
     app = FastAPI(title="samebits", description="Answers whose bits do not depend on the load.", docs_url=None,
                   redoc_url=None, lifespan=lifespan)
     app.state.service = service
-    app.add_middleware(Gate, settings.api_key, settings.max_body_bytes, settings.body_timeout)
+    app.add_middleware(Gate, settings.api_key, settings.max_body_bytes, settings.body_timeout, settings.allowed_hosts)
     if settings.allowed_origins:  # in front of the gate, so that a page may read a refusal
         app.add_middleware(CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["GET", "POST"],
                            allow_headers=["Authorization", "Content-Type"])

@@ -73,7 +73,7 @@ class GenerationRequest(Strict):
     return_token_ids: bool = Field(False, description="add token_ids to each choice, and the prompt's")
     stream: bool = False
     stream_options: StreamOptions | None = None
-    receipt: bool = False
+    receipt: bool = Field(False, description="add to each choice a receipt, which LLM.verify can check")
 
     @model_validator(mode="before")
     @classmethod
@@ -82,13 +82,6 @@ class GenerationRequest(Strict):
             return data
         return {name: value for name, value in data.items() if value is not None and name not in HARMLESS
                 and (name not in NEUTRAL or NEUTRAL[name] != value)}
-
-    @field_validator("receipt")
-    @classmethod
-    def no_receipts(cls, value: bool) -> bool:
-        if value:
-            raise ValueError("receipts are not implemented yet")
-        return value
 
     @model_validator(mode="after")
     def stream_fits(self):
@@ -101,7 +94,10 @@ class GenerationRequest(Strict):
     def sampling_params(self, **changes) -> SamplingParams:
         given = {name: value for name, value in self if name in SAMPLING_FIELDS and value is not None}
         given["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
-        return SamplingParams(**given | changes)
+        given |= changes
+        if self.receipt and given.get("logprobs") is None:
+            given["logprobs"] = 0  # a receipt holds them, whether the answer shows them or not
+        return SamplingParams(**given)
 
 
 class CompletionRequest(GenerationRequest):
@@ -116,6 +112,8 @@ class CompletionRequest(GenerationRequest):
     def echo_fits(self):
         if self.max_tokens == 0 and not self.echo:
             raise RequestError(400, "max_tokens 0 needs echo: there would be nothing to answer", "max_tokens")
+        if self.max_tokens == 0 and self.receipt:
+            raise RequestError(400, "a receipt is of generated tokens: max_tokens 0 asks for none", "receipt")
         if self.stream and self.echo and self.logprobs is not None:
             raise RequestError(400, "logprobs of an echoed prompt cannot be streamed", "logprobs")
         return self
@@ -266,6 +264,7 @@ class Choice(BaseModel):
     finish_reason: str | None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
+    receipt: dict[str, Any] | None = None
 
 
 class CompletionChoice(Choice):

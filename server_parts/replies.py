@@ -4,10 +4,11 @@ import hashlib
 import secrets
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 
 from engine import LLM
 from server_parts.chat_parsing import ChatParser, Delta
-from server_parts.engine_thread import Job, Part
+from server_parts.engine_thread import Event, Job, Part
 from server_parts.protocol import (
     AnswerMessage,
     AnswerToolCall,
@@ -25,6 +26,7 @@ from server_parts.protocol import (
     FunctionCall,
     PromptLogprob,
     PromptTokensDetails,
+    RequestError,
     TokenLogprob,
     Usage,
 )
@@ -35,16 +37,49 @@ def whole_parts(job: Job) -> list[Part]:
                  out.stop_reason) for out in job.output.outputs]
 
 
+def joined(parts: list[Part]) -> Part:
+    """What a completion gained in several steps, as one part."""
+    def all_of(name: str) -> list | None:
+        return None if getattr(parts[0], name) is None else [x for part in parts for x in getattr(part, name)]
+
+    lists = {name: all_of(name) for name in ("token_ids", "logprobs", "top_logprobs")}
+    return replace(parts[-1], text="".join(part.text for part in parts), **lists)
+
+
 class Reply:
     """The answer to one HTTP request: what its objects share. `jobs` are its prompts."""
 
     id_prefix: str
 
     def __init__(self, request, jobs: list[Job], llm: LLM, model_name: str):
-        self.request, self.jobs, self.tokenizer = request, jobs, llm.tokenizer
+        self.request, self.jobs, self.llm, self.tokenizer = request, jobs, llm, llm.tokenizer
+        self.receipts: dict[tuple[Job, int], dict] = {}  # by prompt and completion
+        self._held: list[tuple[Job, Part]] = []  # ends whose receipts are not written yet
         self.id = f"{self.id_prefix}-{secrets.token_hex(12)}"
         self.common = {"id": self.id, "created": int(time.time()), "model": model_name,
                        "system_fingerprint": llm.fingerprint, "seed": jobs[0].output.outputs[0].seed}
+
+    def write_receipts(self, job: Job) -> None:
+        """Write those that were asked for, once the job is done. In a worker thread: the engine has let go of its
+        output by then, and neither it nor HTTP should wait for this."""
+        for out in job.output.outputs if self.request.receipt else ():
+            try:
+                self.receipts[job, out.index] = self.llm.receipt(job.output, out.index)
+            except ValueError as error:
+                raise RequestError(400, str(error), "receipt") from error
+
+    def ready(self, news: list[Event]) -> list[tuple[Job, Part]]:
+        """What to tell of a stream's news: each completion's in one part, so that a loop which falls behind the engine
+        has less to do for each token. An end that needs a receipt waits for it."""
+        parts: dict[tuple[Job, int], list[Part]] = {}
+        for event in news:
+            for part in event.parts:
+                parts.setdefault((event.job, part.index), []).append(part)
+        told = self._held + [(job, joined(some)) for (job, _), some in parts.items()]
+        is_held = [self.request.receipt and part.finish_reason is not None and (job, part.index) not in self.receipts
+                   for job, part in told]
+        self._held = [one for one, holds in zip(told, is_held, strict=True) if holds]
+        return [one for one, holds in zip(told, is_held, strict=True) if not holds]
 
     def usage(self) -> Usage:
         outputs = [job.output for job in self.jobs]
@@ -55,9 +90,11 @@ class Reply:
                      prompt_tokens_details=cached)
 
     def common_choice(self, job: Job, part: Part) -> dict:
-        ids = {"token_ids": part.token_ids} if self.request.return_token_ids else {}
+        extra = {"token_ids": part.token_ids} if self.request.return_token_ids else {}
+        if part.finish_reason and self.request.receipt:
+            extra["receipt"] = self.receipts[job, part.index]
         return {"index": job.index * self.request.n + part.index, "seed": part.seed,
-                "finish_reason": part.finish_reason, "stop_reason": part.stop_reason} | ids
+                "finish_reason": part.finish_reason, "stop_reason": part.stop_reason} | extra
 
     def token_text(self, token_id: int) -> str:
         """The token by itself; half a character shows as U+FFFD."""
@@ -166,7 +203,8 @@ class ChatReply(Reply):
         deltas = self._parse(part)
         messages = [self._streamed(job, part, delta) for delta in deltas]
         choice = self.common_choice(job, part) | self._logprobs(part)
-        end = {"finish_reason": self._finish_reason(part), "stop_reason": choice.pop("stop_reason")}
+        end = {"finish_reason": self._finish_reason(part)} | {
+            name: choice.pop(name) for name in ("stop_reason", "receipt") if name in choice}
         if part.finish_reason or choice.keys() & {"logprobs", "token_ids"}:
             messages = messages or [AnswerMessage()]
         for i, message in enumerate(messages):

@@ -200,7 +200,7 @@ def main() -> int:
     gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", choices=[*RUNS, "all"], default="all")
-    parser.add_argument("--steps", type=int, default=200 if gpu else 15, help="optimizer steps [%(default)s]")
+    parser.add_argument("--steps", type=int, default=200 if gpu else 12, help="optimizer steps [%(default)s]")
     parser.add_argument("--prompts", type=int, default=16 if gpu else 4, help="prompts a step [%(default)s]")
     parser.add_argument("--samples", type=int, default=8, help="stories a prompt [%(default)s]")
     parser.add_argument("--sentences", type=int, default=4, help="how many a story must have [%(default)s]")

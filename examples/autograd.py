@@ -23,7 +23,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS may split a sum as its free memory allows
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or torch calls cuBLAS not deterministic
 
 import numpy as np
 import torch
@@ -52,14 +52,10 @@ def deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
-# Plain formulas, differentiated in fp32 (in float64 by the tests). Forward passes never run them.
+# Plain formulas, to be differentiated in fp32; their values are not used. F.linear is one more of them.
 
 def norm(x, weight, eps: float):
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
-
-
-def product(x, weight, bias=None):
-    return F.linear(x, weight, bias)
 
 
 def swiglu(gate_up):
@@ -90,16 +86,11 @@ def chosen(logits, token_ids):
     return logits.log_softmax(-1).gather(1, token_ids[:, None])[:, 0]
 
 
-def widened(x: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 def pull_back(formula: Callable, inputs: Sequence[torch.Tensor | None], grad: torch.Tensor) -> list:
-    """Gradients of `formula` at `inputs`, in fp32 (float64 inputs stay so); None for an input that is None."""
+    """Gradients of `formula` at `inputs`, in fp32; None for an input that is None."""
     with torch.enable_grad():
-        leaves = [x if x is None else x.detach().to(widened(x)).requires_grad_() for x in inputs]
-        found = iter(torch.autograd.grad(formula(*leaves), [x for x in leaves if x is not None],
-                                         grad.to(leaves[0].dtype)))
+        leaves = [x if x is None else x.detach().float().requires_grad_() for x in inputs]
+        found = iter(torch.autograd.grad(formula(*leaves), [x for x in leaves if x is not None], grad.float()))
     return [x if x is None else next(found) for x in leaves]
 
 
@@ -149,8 +140,8 @@ class Embedding(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         (ids,) = ctx.saved_tensors
-        total = torch.zeros(ctx.shape, dtype=widened(grad), device=grad.device)
-        return None, None, total.index_put_((ids,), grad.to(total.dtype), accumulate=True)
+        total = torch.zeros(ctx.shape, device=grad.device)
+        return None, None, total.index_put_((ids,), grad.float(), accumulate=True)
 
 
 class RotaryAndCache(torch.autograd.Function):
@@ -185,8 +176,8 @@ class Attention(torch.autograd.Function):
         (B, T), (H, D), Hkv = ctx.shape, q.shape[1:], k.shape[1]
 
         def lay_out(x, *heads):  # each row is written once, so nothing is summed; padding is 0, and behind the mask
-            out = torch.zeros((B * T, x.shape[1], D), dtype=widened(x), device=x.device)
-            return out.index_copy_(0, rows, x.to(out.dtype)).view(B, T, *heads, D)
+            out = torch.zeros((B * T, x.shape[1], D), device=x.device)
+            return out.index_copy_(0, rows, x.float()).view(B, T, *heads, D)
 
         step = max(1, MAX_SCORES // (H * T * T))
         parts = zip(*(lay_out(x, *heads).split(step) for x, heads in (
@@ -210,8 +201,8 @@ def differentiable(ops: Ops, master: Callable[[torch.Tensor], torch.Tensor]) -> 
         return Op.apply(lambda: ops.rms_norm(x, weight, eps), lambda x, w: norm(x, w, eps), values, x, master(weight))
 
     def linear(x, weight, bias, leaves, out_dtype, out=None):
-        return Op.apply(lambda: ops.linear(x, weight, bias, leaves, out_dtype, out), product, (x, weight, bias), x,
-                        master(weight), bias if bias is None else master(bias))
+        return Op.apply(lambda: ops.linear(x, weight, bias, leaves, out_dtype, out), F.linear, (x, weight, bias),
+                        x, master(weight), bias if bias is None else master(bias))
 
     def rotary_and_cache(qkv, q_norm, k_norm, eps, cos_sin, work, k_cache, v_cache, num_heads):
         def formula(qkv, q_norm, k_norm):

@@ -1,7 +1,7 @@
 """On-policy reinforcement learning that is on policy: the trainer's logprobs are the sampler's, bit for bit.
 
 models/embedded tells stories of about eight sentences. Here it learns to tell them in exactly N [4]: given a story's
-first sentence, N more and the end. A story earns 1 / (1 + |sentences - N|), or nothing if it does not end within
+opening, N sentences and the end. A story earns 1 / (1 + |sentences - N|), or nothing if it does not end within
 --max-tokens or has a sentence of fewer than three words. The method is GRPO's: several stories a prompt, each token of
 a story weighted by how much better than its siblings it did; one optimizer step a batch, so every token that is
 learned from was sampled by the weights that learn from it.
@@ -18,7 +18,8 @@ round differently the sampler is another policy than the one that learns. Three 
 
 Every step logs the mean reward; KL, the mean over tokens of r - 1 - log r, r being trainer's over sampler's
 probability; the largest difference of two logprobs; how many logprobs differ in any bit; and the gradient's norm.
-The exit code is 1 if a single bit differs in `ours`. Without a GPU the defaults are of toy size.
+The exit code is 1 if a single bit differs in `ours`. Without a GPU the defaults are of toy size, and a run takes some
+minutes. How to attach a trainer of your own: examples/ON_POLICY.md.
 """
 
 import argparse

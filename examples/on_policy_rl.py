@@ -200,7 +200,7 @@ def plot(results: dict, path: Path) -> None:
 def main() -> int:
     gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", choices=[*RUNS, "all"], default="all")
+    parser.add_argument("--run", choices=[*RUNS, "all"], default="all", help="[all]")
     parser.add_argument("--steps", type=int, default=200 if gpu else 12, help="optimizer steps [%(default)s]")
     parser.add_argument("--prompts", type=int, default=16 if gpu else 4, help="prompts a step [%(default)s]")
     parser.add_argument("--samples", type=int, default=8, help="stories a prompt [%(default)s]")
@@ -215,7 +215,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--out", type=Path, default=ROOT / "results" / ("on-policy" if gpu else "on-policy-cpu"),
-                        metavar="PATH", help="write PATH.json and PATH.png [%(default)s]")
+                        metavar="PATH", help="write PATH.json and PATH.png [results/on-policy, on a CPU results/on-policy-cpu]")
     parser.add_argument("--plot-only", action="store_true", help="draw PATH.png from PATH.json, and run nothing")
     args = parser.parse_args()
     file = args.out.with_suffix(".json")

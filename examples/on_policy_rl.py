@@ -215,7 +215,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--out", type=Path, default=ROOT / "results" / ("on-policy" if gpu else "on-policy-cpu"),
-                        metavar="PATH", help="write PATH.json and PATH.png [results/on-policy, on a CPU results/on-policy-cpu]")
+                        metavar="PATH", help="write PATH.json and PATH.png [results/on-policy, or -cpu]")
     parser.add_argument("--plot-only", action="store_true", help="draw PATH.png from PATH.json, and run nothing")
     args = parser.parse_args()
     file = args.out.with_suffix(".json")

@@ -8,11 +8,12 @@ are loops over `step`. Run as a program, this file is the command line (cli.py).
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Integral
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from tqdm import tqdm
@@ -31,6 +32,7 @@ from text import Detokenizer, Tokenizer
 DEFAULT_MODEL = "models/embedded"  # in this folder, wherever one is
 GRAPH_RESERVE = 1 << 29  # bytes left free for CUDA graphs, which are captured after the cache is sized
 CPU_CACHE_BYTES = 1 << 30
+ASLEEP = "the engine is asleep, its cache lent out: call wake() first"
 NOTHING = ((), list)  # no step in flight: no sequences, and no results to wait for
 
 
@@ -121,15 +123,16 @@ class LLM:
         self.generation_config = checkpoint.read_json(self.folder, "generation_config.json")
         self.eos_token_ids = end_token_ids(self.generation_config, raw, self.tokenizer)
 
+        self._new_cache = lambda num_blocks: allocate_kv_cache(
+            self.config.num_layers, num_blocks, self.config.num_kv_heads, self.config.head_dim, self.dtype, self.device)
         batched = max_num_batched_tokens or (8192 if self.device.type == "cuda" else 512)
         num_blocks = num_gpu_blocks_override or self._measure_blocks(gpu_memory_utilization, max_num_seqs, batched)
         self.max_model_len = min(max_model_len or limit, num_blocks * KV_TILE)
         if max_model_len is not None and self.max_model_len < max_model_len:
             raise ValueError(f"the cache has room for {num_blocks * KV_TILE} tokens, less than max_model_len "
                              f"{max_model_len}: lower it, or give the engine more memory")
-        kv_cache = allocate_kv_cache(self.config.num_layers, num_blocks, self.config.num_kv_heads,
-                                     self.config.head_dim, self.dtype, self.device)
-        self.runner = Runner(self.model, self.ops, kv_cache, max_num_seqs, self.max_model_len, enforce_eager)
+        self.runner = Runner(self.model, self.ops, self._new_cache(num_blocks), max_num_seqs, self.max_model_len,
+                             enforce_eager)
         blocks = BlockManager(num_blocks, enable_prefix_caching=enable_prefix_caching)
         self.scheduler = Scheduler(blocks, max_num_seqs, batched)
         self.async_scheduling = self.device.type == "cuda" if async_scheduling is None else async_scheduling
@@ -147,7 +150,7 @@ class LLM:
             return max(1, CPU_CACHE_BYTES // block_bytes)
         if not 0 < utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {utilization}")
-        probe = allocate_kv_cache(c.num_layers, 1, c.num_kv_heads, c.head_dim, self.dtype, self.device)
+        probe = self._new_cache(1)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         Runner(self.model, self.ops, probe, max_num_seqs, KV_TILE, True).profile(max_num_batched_tokens, max_num_seqs)
@@ -164,8 +167,9 @@ class LLM:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Names everything that may change bits (receipts.py). Reads the weight files once, the first time."""
-        weights = "dummy" if self.load_format == "dummy" else receipts.weight_digest(self.folder)
+        """Names everything that may change bits (receipts.py). Reads the weights once, the first time."""
+        weights = {"auto": lambda: receipts.weight_digest(self.folder), "dummy": lambda: "dummy",
+                   "updated": lambda: receipts.tensor_digest(self.model.weights, self.dtype)}[self.load_format]()
         return receipts.fingerprint(
             receipts.fingerprint_parts(self.config, self.ops, self.device, self.dtype, weights))
 
@@ -176,6 +180,8 @@ class LLM:
                     add_special_tokens: bool = True) -> str:
         """Queue a request and return its id; ValueError, and nothing queued, if it can never run. Requests with
         different `cache_salt`s share no cached prefix."""
+        if self.runner.kv_cache is None:
+            raise RuntimeError(ASLEEP)
         params = (params or SamplingParams()).resolve(self.generation_config)
         token_ids = self._encode(prompt, add_special_tokens)
         room = self.max_model_len - len(token_ids) + score_only
@@ -218,6 +224,8 @@ class LLM:
         With `async_scheduling` the device is given a step's work before the tokens of the last are looked at, so the
         host's work costs no time; a token is then returned one call later, and the token after an end is thrown away.
         A request with penalties or prompt logprobs, whose tokens the host must see first, makes its steps wait."""
+        if self.runner.kv_cache is None:
+            raise RuntimeError(ASLEEP)
         for out in self._fresh:
             out.delta = ""
         self._fresh = []
@@ -422,6 +430,34 @@ class LLM:
         params = SamplingParams(temperature=0.0, prompt_logprobs=0)
         output = self.generate([before + after], params, score_only=True)[0]
         return [logprob for logprob, _ in output.prompt_logprobs[len(before) :]]
+
+    def update_weights(self, weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take new weights, by checkpoint name, into the place of the old, rounded to this engine's dtype. Where one is
+        missing, unknown or of another shape, ValueError names it and the old ones stay (see examples/ON_POLICY.md)."""
+        self._settle()
+        new = {name: tensor.detach() for name, tensor in dict(weights).items()}
+        self.model.load(SimpleNamespace(shapes={name: tensor.shape for name, tensor in new.items()},
+                                        dtypes={name: tensor.dtype for name, tensor in new.items()},
+                                        tensors=lambda progress: new.items()))
+        self.load_format = "updated"
+        self.__dict__.pop("fingerprint", None)
+
+    def sleep(self) -> None:
+        """Lend the memory of the KV cache and the CUDA graphs to others, until `wake`; the weights stay."""
+        self._settle()
+        self.runner.use_cache(None)
+        torch.cuda.empty_cache()  # nothing where there is no GPU
+
+    def wake(self) -> None:
+        """Take the memory back. The cache is empty; graphs are captured again when they are first needed."""
+        if self.runner.kv_cache is None:
+            self.runner.use_cache(self._new_cache(self.scheduler.blocks.num_blocks))
+
+    def _settle(self) -> None:
+        if self.requests:
+            raise RuntimeError(f"{len(self.requests)} requests are running: finish or abort them first")
+        self._collect({})  # a step may outlive its requests
+        self.scheduler.blocks.reset_prefix_cache()
 
 
 def pick_device(name: str) -> torch.device:

@@ -267,24 +267,21 @@ class Model:
         return self.ops.linear(x, linear.weight, linear.bias, linear.leaves, self.dtype)
 
     def load(self, checkpoint: Checkpoint, progress: bool = True) -> None:
-        """Stream a checkpoint into the parameters. Raises ValueError naming the tensor that is missing, unexpected,
-        of another shape or of a dtype that is no float."""
-        head, expected = "lm_head.weight", dict(self.weights)
-        if self.config.tie_word_embeddings and head in checkpoint.shapes:
-            expected[head] = self.embed_tokens  # a redundant copy is allowed; compared below, not loaded
-        check_names(checkpoint.shapes, expected, head)
+        """Stream a checkpoint into the parameters, in place. Raises ValueError, before anything is overwritten, naming
+        the tensor that is missing, unexpected, of another shape or of a dtype that is no float."""
+        tied = head, _ = "lm_head.weight", "model.embed_tokens.weight"
+        copied = self.config.tie_word_embeddings and head in checkpoint.shapes  # allowed; compared, not loaded
+        check_names(checkpoint.shapes, self.weights | ({head: self.embed_tokens} if copied else {}), head)
         for name, dtype in checkpoint.dtypes.items():
-            if dtype not in FLOATS:
+            if dtype not in FLOATS and dtype not in DTYPES.values():
                 raise ValueError(f"tensor {name} has dtype {dtype}: samebits loads {', '.join(sorted(FLOATS))}")
-        head_copy = None
+        if copied and not same_bits(*(data[:].to(self.dtype) for name, data in checkpoint.tensors(False)
+                                      if name in tied)):
+            raise ValueError(f"{head} differs from {tied[1]}, but tie_word_embeddings is true: set it to false in "
+                             "config.json, or remove the tensor")
         for name, data in checkpoint.tensors(progress):
             if name in self.weights:
                 self.weights[name].copy_(data[:].to(self.dtype))
-            elif name == head:
-                head_copy = data[:].to(self.dtype)
-        if head_copy is not None and not same_bits(head_copy, self.embed_tokens.cpu().to(self.dtype)):
-            raise ValueError(f"{head} differs from model.embed_tokens.weight, but tie_word_embeddings is true: "
-                             "set it to false in config.json, or remove the tensor")
 
     def load_dummy(self, progress: bool = True) -> None:
         """Random weights, made on the device, from a generator keyed by each tensor's name (no two are alike).

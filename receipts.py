@@ -43,6 +43,14 @@ def weight_digest(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 
+def tensor_digest(weights: dict[str, torch.Tensor], dtype: torch.dtype) -> str:
+    """sha256 over the weights that an engine holds, 16 hex digits: the same on every device."""
+    digest = hashlib.sha256()
+    for name, tensor in weights.items():
+        digest.update(name.encode() + tensor.to(dtype).cpu().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
 def processor_kind() -> str:
     """The processor's model name: on CPU it takes part in the bits."""
     info = Path("/proc/cpuinfo")

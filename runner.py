@@ -62,18 +62,21 @@ class Runner:
 
     def __init__(self, model: Model, ops: Ops, kv_cache: torch.Tensor, max_num_seqs: int, max_model_len: int,
                  enforce_eager: bool):
-        self.model, self.ops, self.kv_cache = model, ops, kv_cache
-        self.device = model.device
+        self.model, self.ops, self.device, self.max_num_seqs = model, ops, model.device, max_num_seqs
         self.max_blocks = -(-max_model_len // KV_TILE)
         self.use_graphs = self.device.type == "cuda" and not enforce_eager
         sizes = {1, 2, 4, 8, 16, 64, *range(128, max_num_seqs, 128), max_num_seqs}  # what fills a tile of the products
         self.graph_sizes = sorted(size for size in sizes if size <= max_num_seqs)
+        self.drawn = torch.zeros(max_num_seqs, dtype=torch.int64, device=self.device)  # the last step's tokens
+        self.use_cache(kv_cache)
+
+    def use_cache(self, kv_cache: torch.Tensor | None) -> None:
+        """Go on with this cache and no graphs: a graph holds addresses, of the cache and of memory of its own."""
         # A captured decode step has a static packed input, and leaves its logits in `graph_logits`.
         self.graphs: dict[tuple[int, bool], tuple[torch.Tensor, torch.cuda.CUDAGraph]] = {}  # by size and split decode
-        self.graph_pool = None
-        rows = max_num_seqs if self.use_graphs else 0
-        self.drawn = torch.zeros(max_num_seqs, dtype=torch.int64, device=self.device)  # the last step's tokens
-        self.graph_logits = torch.empty((rows, model.config.vocab_size), dtype=torch.float32, device=self.device)
+        rows = self.max_num_seqs if self.use_graphs and kv_cache is not None else 0
+        self.graph_logits = torch.empty((rows, self.model.config.vocab_size), dtype=torch.float32, device=self.device)
+        self.kv_cache, self.graph_pool = kv_cache, None
 
     @torch.inference_mode()
     def launch(self, seqs: list[Sequence]) -> Callable[[], list[StepOutput]]:

@@ -1,4 +1,5 @@
-"""What transformers says, for test_parity.py: a job (JSON) on stdin, the answers in the .pt file it names.
+"""What transformers says, for test_parity.py and test_on_policy.py: a job (JSON) on stdin, the answers in the .pt file
+that it names.
 
 Run as a process of its own, in a temporary folder: transformers probes for packages by name, and this checkout's
 `kernels/` must not be found as one of them.
@@ -35,11 +36,22 @@ def run_greedy(folder: str, prompts: list[str], outputs: list[list[int]], messag
             "chat_ids": tokenizer(chat, add_special_tokens=False)["input_ids"]}
 
 
+def run_gradients(folder: str, pairs: list, weights: list[float]) -> dict:
+    """Gradients, by parameter name, of the weighted sum of the completions' logprobs in fp32."""
+    model, weights = load(folder, "float32"), iter(weights)
+    for prompt, completion in pairs:
+        logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+        values = logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
+        sum(value * w for value, w in zip(values, weights, strict=False)).backward()  # values first: they end first
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     job = json.load(sys.stdin)
+    gradients = {name: run_gradients(**some) for name, some in job.get("gradients", {}).items()}
     with torch.inference_mode():
         answers = {name: run_tiny(folder, job["input_ids"]) for name, folder in job.get("folders", {}).items()}
         if "greedy" in job:
             answers |= run_greedy(**job["greedy"])
-    torch.save(answers, job["out"])
+    torch.save(answers | gradients, job["out"])

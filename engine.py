@@ -163,22 +163,25 @@ class LLM:
         return int(budget // block_bytes)
 
     @cached_property
+    def fingerprint_parts(self) -> dict:
+        """Everything that may change bits, by name (receipts.py). Reads the weight files once, the first time."""
+        return receipts.fingerprint_parts(self)
+
+    @property
     def fingerprint(self) -> str:
-        """Names everything that may change bits (receipts.py). Reads the weight files once, the first time."""
-        weights = "dummy" if self.load_format == "dummy" else receipts.weight_digest(self.folder)
-        return receipts.fingerprint(
-            receipts.fingerprint_parts(self.config, self.ops, self.device, self.dtype, weights))
+        return receipts.fingerprint(self.fingerprint_parts)
 
     # The step interface.
 
     def add_request(self, prompt: str | list[int], params: SamplingParams | None = None, *,
-                    request_id: str | None = None, cache_salt: str | None = None, score_only: bool = False,
-                    add_special_tokens: bool = True) -> str:
+                    request_id: str | None = None, cache_salt: str | None = None, score_only: int = 0,
+                    observe: Callable | None = None, add_special_tokens: bool = True) -> str:
         """Queue a request and return its id; ValueError, and nothing queued, if it can never run. Requests with
-        different `cache_salt`s share no cached prefix."""
+        different `cache_salt`s share no cached prefix. `score_only` N: compute the prompt and stop, without logprobs of
+        its first N tokens; `observe` gets the sequence and the logits [num_rows, vocab_size] of the others."""
         params = (params or SamplingParams()).resolve(self.generation_config)
         token_ids = self._encode(prompt, add_special_tokens)
-        room = self.max_model_len - len(token_ids) + score_only
+        room = self.max_model_len - len(token_ids) + (score_only > 0)
         if room < 1:
             raise ValueError(f"the prompt has {len(token_ids)} tokens; with at least one to generate the limit is "
                              f"{self.max_model_len} (max_model_len)")
@@ -201,7 +204,7 @@ class LLM:
             seq = Sequence(list(token_ids), own, completion_seed(seed, index),
                            0 if score_only else min(params.max_tokens or room, room), ends, cache_salt)
             if own.prompt_logprobs is not None:
-                seq.prompt_logprobs = [None]
+                seq.prompt_logprobs, seq.observe = [None] * max(1, score_only), observe
             output.outputs.append(CompletionOutput(index, seq.seed, logprobs=None if params.logprobs is None else [],
                                                    top_logprobs=[] if params.logprobs else None))
             request.seqs.append(seq)
@@ -419,8 +422,16 @@ class LLM:
         reports. Text is tokenized apart and joined; give token ids where that matters."""
         before, after = self._encode(prompt, True), self._encode(completion, False)
         params = SamplingParams(temperature=0.0, prompt_logprobs=0)
-        output = self.generate([before + after], params, score_only=True)[0]
+        output = self.generate([before + after], params, score_only=len(before))[0]
         return [logprob for logprob, _ in output.prompt_logprobs[len(before) :]]
+
+    def receipt(self, output: RequestOutput, index: int = 0, trace: bool = False) -> dict:
+        """Receipt of a finished completion that was asked for logprobs; `trace`: with a digest of every op's output."""
+        return receipts.make_receipt(self, output, index, trace)
+
+    def verify(self, receipt: dict) -> receipts.Verdict:
+        """Replay a receipt in one prefill. ValueError if it is none, or cannot be run here."""
+        return receipts.verify(self, receipt)
 
 
 def pick_device(name: str) -> torch.device:

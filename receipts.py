@@ -1,46 +1,71 @@
-"""Which arithmetic an answer came from: the fingerprint.
+"""Which arithmetic an answer came from (the fingerprint), and proof that it did (receipts).
 
-`output bits = f(weights, prompt ids, sampling params, seed, fingerprint)`. Whatever may change bits is a part of it;
-nothing that may not (batch, ports, cache, restarts) is.
+`output bits = f(weights, prompt ids, sampling params, seed, fingerprint)`. Whatever may change bits is a part of the
+fingerprint; nothing that may not (batch, ports, cache, restarts) is. A receipt states both sides of that equation for
+one completion. Prefill and decode give the same bits, so one prefill checks it: every token is drawn again from its own
+logits. A receipt's digest is a checksum and no signature; what cannot be forged is the replay.
 """
 
 import hashlib
 import json
 import platform
 import re
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from runpy import run_path
+from types import SimpleNamespace
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
+import sampler
 from checkpoint import Checkpoint
-from kernels import Ops
 from kernels.tiles import numerics_hash
-from model import ModelConfig
+from runner import StepOutput
+from sampler import SamplingParams
 
 DIGEST_FILE = ".samebits-digest.json"
+# A receipt's fields and those of its params, each with the pattern of its JSON.
+WHOLE, REAL, TEXT, OBJECT, IDS = r"-?\d+", r"-?\d[\d.e+-]*", '".*"', "{.*}", r"\[\d+(, \d+)*]"
+FIELDS = {"version": "1", "fingerprint": TEXT, "parts": OBJECT, "prompt_token_ids": IDS, "params": OBJECT,
+          "seed": WHOLE, "token_ids": IDS, "logprobs": r'\[("[0-9a-f]{8}"(, |(?=])))+]', "text": TEXT,
+          "finish_reason": TEXT, "stop_reason": TEXT + r"|\d+|null", "seconds": r"\d{1,9}(\.\d+)?(e-\d+)?",
+          "digest": TEXT}
+PARAMS = {p.name: {int: WHOLE, float: REAL, bool: "true|false"}.get(sampler.kind(p), r"\[.*]")
+          for p in fields(SamplingParams) if p.name != "seed"} | {
+    "n": "1", "stop_token_ids": IDS + r"|\[]", "logit_bias": rf'{{("\d+": {REAL}(, |(?=}})))*}}',
+    "logprobs": r"\d+|null", "prompt_logprobs": "null"}
+
+
+def file_digest(file: Path) -> str:
+    """sha256 of a file, in hex. The Hub's cache names a large file by it: nothing is read then."""
+    blob = file.resolve()
+    if blob.parent.name == "blobs" and re.fullmatch("[0-9a-f]{64}", blob.name):
+        return blob.name
+    digest, shown = hashlib.sha256(), {"total": file.stat().st_size, "desc": f"digest of {file.name}", "leave": False}
+    with open(file, "rb") as raw, tqdm.wrapattr(raw, "read", **shown) as stream:
+        while chunk := stream.read(1 << 24):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def weight_digest(folder: Path) -> str:
-    """sha256 over the safetensors files, 16 hex digits; cached beside the model by each file's size and time."""
+    """sha256 over the safetensors files' names and sha256s, 16 hex digits; cached beside them, by size and time."""
     files = Checkpoint(folder).files
     stamp = {f.name: [f.stat().st_size, f.stat().st_mtime_ns] for f in files}
     cached = folder / DIGEST_FILE
     with suppress(OSError, ValueError, KeyError):  # there is none yet, or it is broken
         known = json.loads(cached.read_text())
-        if known["files"] == stamp:
+        if known["stamp"] == stamp:
             return known["digest"]
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(file.name.encode())
-        shown = {"total": stamp[file.name][0], "desc": f"digest of {file.name}", "leave": False}
-        with open(file, "rb") as raw, tqdm.wrapattr(raw, "read", **shown) as stream:
-            while chunk := stream.read(1 << 24):
-                digest.update(chunk)
+    digest = hashlib.sha256(json.dumps([[f.name, file_digest(f)] for f in files]).encode()).hexdigest()[:16]
     with suppress(OSError):  # a read-only folder: computed again next time
-        cached.write_text(json.dumps({"files": stamp, "digest": digest.hexdigest()[:16]}))
-    return digest.hexdigest()[:16]
+        cached.write_text(json.dumps({"stamp": stamp, "digest": digest}))
+    return digest
 
 
 def processor_kind() -> str:
@@ -50,18 +75,154 @@ def processor_kind() -> str:
     return found[1] if found else platform.processor() or platform.machine()
 
 
-def fingerprint_parts(config: ModelConfig, ops: Ops, device: torch.device, dtype: torch.dtype, weights: str) -> dict:
-    """Everything that may change bits, by name."""
-    parts = {"numerics": numerics_hash(), "dtype": str(dtype).removeprefix("torch."), "tp_style": "column",
-             "backend": ops.name, "torch": torch.__version__.split("+")[0], "weights": weights,
-             "config": hashlib.sha256(repr(config).encode()).hexdigest()[:16]}
-    if device.type == "cuda":
+def fingerprint_parts(llm) -> dict:
+    """Everything that may change bits, by name. (min_tokens bans the end tokens, so they are among it.)"""
+    parts = {"numerics": numerics_hash(), "dtype": str(llm.dtype).removeprefix("torch."), "tp_style": "column",
+             "backend": llm.ops.name, "torch": torch.__version__.split("+")[0], "end_tokens": sorted(llm.eos_token_ids),
+             "weights": "dummy" if llm.load_format == "dummy" else weight_digest(llm.folder),
+             "config": hashlib.sha256(repr(llm.config).encode()).hexdigest()[:16]}
+    if llm.device.type == "cuda":
         import triton
 
-        return parts | {"device": torch.cuda.get_device_name(device), "triton": triton.__version__}
+        return parts | {"device": torch.cuda.get_device_name(llm.device), "triton": triton.__version__}
     return parts | {"device": processor_kind(), "isa": torch.backends.cpu.get_cpu_capability()}
 
 
 def fingerprint(parts: dict) -> str:
     """"sb1-" and 20 hex digits of the sha256 of the parts."""
     return "sb1-" + hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]
+
+
+def hex_words(logprobs: list[float]) -> list[str]:
+    """The bits of each fp32 logprob as 8 hex digits."""
+    return [f"{word:08x}" for word in np.array(logprobs, np.float32).view(np.uint32).tolist()]
+
+
+def receipt_digest(receipt: dict) -> str:
+    """sha256 of all of a receipt but the digest itself, 32 hex digits."""
+    return hashlib.sha256(json.dumps(receipt | {"digest": None}, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def make_receipt(llm, output, index: int, trace: bool) -> dict:
+    """See `LLM.receipt`."""
+    out = output.outputs[index] if index < len(output.outputs) else None
+    if out is None or out.finish_reason in (None, "error") or not out.token_ids or out.logprobs is None:
+        raise ValueError(f"no receipt: request {output.request_id!r} has no finished completion {index} with tokens "
+                         "and, as SamplingParams(logprobs=0) asks for, their logprobs")
+    prompt, asked = output.prompt_token_ids, output.params
+    room = llm.max_model_len - len(prompt)
+    params = replace(asked, n=1, seed=out.seed, prompt_logprobs=None, min_tokens=min(asked.min_tokens, room),
+                     max_tokens=min(asked.max_tokens or room, room))
+    receipt = {"version": 1, "fingerprint": llm.fingerprint, "parts": llm.fingerprint_parts,
+               "prompt_token_ids": prompt, "params": {name: getattr(params, name) for name in PARAMS},
+               **{name: getattr(out, name) for name in ("seed", "token_ids", "text", "finish_reason", "stop_reason")},
+               "logprobs": hex_words(out.logprobs), "seconds": output.timings["total_s"]}
+    if trace:
+        receipt["trace"] = replay(llm, prompt, params, out.token_ids, True)[2]
+    receipt = json.loads(json.dumps(receipt))  # tuples are lists, and keys text, as they will be when it is read
+    return receipt | {"digest": receipt_digest(receipt)}
+
+
+def check_format(receipt) -> SamplingParams:
+    """The sampling parameters of a receipt. ValueError naming what of it is missing, unknown or malformed: a receipt
+    that says less or more than this version understands is not judged."""
+    if type(receipt) is not dict:
+        raise ValueError("a receipt is a JSON object, and this is none")
+    known = FIELDS | {name: OBJECT for name in receipt if name == "trace"}
+    for what, given, patterns in (("the receipt", receipt, known), ("params", receipt.get("params"), PARAMS)):
+        for name in sorted(patterns.keys() ^ given.keys()):
+            raise ValueError(f"{what} {'has an unknown field' if name in given else 'lacks'} {name!r}")
+        for name, pattern in patterns.items():
+            if not re.fullmatch(pattern, text := json.dumps(given[name])):
+                raise ValueError(f"{what}: {name} must be {pattern}, not {text:.60}")
+    if (count := len(receipt["token_ids"])) != len(receipt["logprobs"]):
+        raise ValueError(f"the receipt has {count} token_ids but {len(receipt['logprobs'])} logprobs")
+    bias = {int(token): value for token, value in receipt["params"]["logit_bias"].items()}
+    return SamplingParams(**receipt["params"] | {"logit_bias": bias, "seed": receipt["seed"]}).resolve({})
+
+
+def replay(llm, prompt: list[int], params: SamplingParams, token_ids: list[int], trace: bool) -> tuple:
+    """One prefill of prompt and completion: the token drawn at each place of the completion, the logprob of the token
+    that stands there, and with `trace` a digest of each op's output (tools/trace.py)."""
+    drawn: list[int] = []
+
+    def redraw(seq, logits: torch.Tensor) -> None:
+        end = len(prompt) + len(drawn)
+        rows = [SimpleNamespace(**vars(seq) | {"num_prompt_tokens": len(prompt), "token_ids": seq.token_ids[: end + i]})
+                for i in range(len(logits))]
+        drawn.extend(sampler.choose(logits, rows, llm.ops).tolist())
+
+    tracing = run_path(str(Path(__file__).parent / "tools" / "trace.py"))["traced"](llm) if trace else nullcontext({})
+    with tracing as ops:
+        output = llm.generate([prompt + token_ids], replace(params, prompt_logprobs=0), score_only=len(prompt),
+                              observe=redraw)[0]
+    return drawn, [logprob for logprob, _ in output.prompt_logprobs[len(prompt) :]], ops
+
+
+def retell(llm, prompt: list[int], params: SamplingParams, token_ids: list[int]):
+    """The completion that these tokens make, with its text and its end: "abort" if it would have gone on."""
+    request = llm.requests[llm.add_request(prompt, params)]
+    for token in token_ids:
+        if not request.output.finished:
+            llm._absorb(request, 0, StepOutput(token, 0.0, None, []))
+    llm.abort(request.output.request_id)
+    return request.output.outputs[0]
+
+
+def find_problems(llm, receipt: dict, params: SamplingParams) -> Iterator[str]:
+    """What of a receipt does not hold, in words: of its tokens and logprobs the first."""
+    if receipt_digest(receipt) != receipt["digest"]:
+        yield "the receipt was changed after it was written: its digest is not that of what it says"
+    here, there, trace = llm.fingerprint_parts, receipt["parts"], receipt.get("trace", {})
+    odd = [f"{name} {there.get(name)} in the receipt, {here.get(name)} here" for name in here | there
+           if here.get(name) != there.get(name)]
+    if odd or receipt["fingerprint"] != llm.fingerprint:
+        yield "another fingerprint: " + ("; ".join(odd) or f"{receipt['fingerprint']} is not that of its parts")
+        if not trace or here["config"] != there.get("config"):
+            return  # there is nothing to be learnt
+    prompt, token_ids, words = (receipt[name] for name in ("prompt_token_ids", "token_ids", "logprobs"))
+    drawn, logprobs, ours = replay(llm, prompt, params, token_ids, bool(trace))
+    bits = hex_words(logprobs)
+    for i, (token, word) in enumerate(zip(token_ids, words)):
+        if (token, word) != (drawn[i], bits[i]):
+            what = f"the draw gives {drawn[i]}" if token != drawn[i] else "its logprob differs"
+            theirs, units = np.uint32(int(word, 16)).view(np.float32), abs(int(word, 16) - int(bits[i], 16))
+            yield (f"token {i} (position {len(prompt) + i}) is {token} in the receipt, but {what}; its logprob there "
+                   f"is {theirs:.9g} (bits {word}), here {logprobs[i]:.9g} ({bits[i]}): {units} units in the last "
+                   "place")
+            break
+    else:
+        out = retell(llm, prompt, params, token_ids)
+        last, end = len(out.token_ids) - 1, receipt["finish_reason"]
+        if len(token_ids) > last + 1:
+            yield f"the completion ends ({out.finish_reason}) after token {last}, the receipt goes on"
+        elif out.finish_reason == "abort" != end:
+            yield f"the completion goes on after token {last}, where the receipt ends ({end})"
+        else:
+            yield from (f"{name} is {receipt[name]!r} in the receipt, but the tokens make {getattr(out, name)!r}"
+                        for name in ("text", "finish_reason", "stop_reason") if receipt[name] != getattr(out, name))
+    if differs := [where for where in ours | trace if ours.get(where) != trace.get(where)]:
+        yield f"trace: the first op whose output differs is {differs[0]} ({len(differs)} of {len(ours)})"
+
+
+@dataclass
+class Verdict:
+    """`problems`: what of a receipt did not hold, in words. `seconds`: the replay's; `generation_seconds`: what the
+    receipt says generation took, its wait in the queue included."""
+
+    problems: list[str]
+    num_tokens: int
+    seconds: float
+    generation_seconds: float
+
+    @property
+    def verified(self) -> bool:
+        return not self.problems
+
+
+def verify(llm, receipt: dict) -> Verdict:
+    """See `LLM.verify`."""
+    params, _, begin = check_format(receipt), llm.fingerprint_parts, time.perf_counter()
+    problems = ["".join(c if c.isprintable() else "?" for c in problem)  # a forger's words may be among them
+                for problem in find_problems(llm, receipt, params)]
+    return Verdict(problems, len(receipt["token_ids"]), time.perf_counter() - begin, receipt["seconds"])

@@ -258,6 +258,8 @@ class Runner:
                 targets = seq.token_ids[token : min(token + LOGITS_SLAB, last)]
                 row = start + token - 1 - seq.num_computed_tokens
                 logits = self.model.logits(hidden_states[row : row + len(targets)].contiguous())
+                if seq.observe:
+                    seq.observe(seq, logits)
                 found += self._logprobs(logits, torch.tensor(targets, device=self.device), seq.params.prompt_logprobs)
             scores[id(seq)] = found
         return scores

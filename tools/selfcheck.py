@@ -1,6 +1,7 @@
 """The reduction law, tested where it runs: every schedule of a table against the reference schedule, bit for bit.
 
     python tools/selfcheck.py [--dtype bfloat16] [--table auto]
+    python engine.py --selfcheck [--model ...]      the schedules this model uses, then tools/selfcheck_serving.py
 
 The law says that tiles, warps, stages and the way work is shared leave the bits alone. That is an observation about a
 compiler and a chip, so it is checked on the machine at hand, on random and on hard inputs. Exit code 1 if a schedule
@@ -197,6 +198,16 @@ def check_schedules(device: torch.device, dtype: torch.dtype, table: Schedules, 
         yield from check_attention(device, dtype, table)
 
 
+def report(done: list[Check]) -> bool:
+    """Print what differs, and the counts by op. Whether all agree."""
+    for check in done:
+        if not check.same:
+            print(f"DIFFERS: {check.op}: {check.what}")
+    for (op, same), count in sorted(Counter((c.op, c.same) for c in done).items()):
+        print(f"{op:10s} {count:5d} {'same bits' if same else 'DIFFERENT'}")
+    return all(c.same for c in done)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
@@ -209,12 +220,7 @@ def main() -> int:
     table = CONSERVATIVE if args.table == "conservative" else schedules("auto", torch.cuda.get_device_capability())
     done = [check for K in tqdm((None, *LENGTHS), "lengths of K", leave=False)
             for check in check_schedules(device, getattr(torch, args.dtype), table, K)]
-    for check in done:
-        if not check.same:
-            print(f"DIFFERS: {check.op}: {check.what}")
-    for (op, same), count in sorted(Counter((c.op, c.same) for c in done).items()):
-        print(f"{op:10s} {count:5d} {'same bits' if same else 'DIFFERENT'}")
-    return 0 if all(c.same for c in done) else 1
+    return 0 if report(done) else 1
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python bench.py                                  everything, on the default model of the device
     python bench.py latency --only C,D64             a part, some workloads
     python bench.py --model qwen3-8b --json FILE --plot FILE.png
-    python bench.py receipts --out FOLDER            the promise in five experiments (benchmarks/experiments.py)
+    python bench.py receipts --out FOLDER            the promise in six experiments (benchmarks/experiments.py)
 
 Parts: throughput (A, B and U, a load of your own: --user), latency (C, D, E, G), kernels (each op against its floor
 and a library), memory, price (against a twin that may follow the batch), start (a fresh process to its first token).
@@ -59,7 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--json", metavar="FILE", help="write the result to this file, too, as it grows")
     add("--plot", metavar="FILE.png", help="draw it (needs matplotlib: pip install -e '.[bench]')")
     add("--out", metavar="FOLDER", help="receipts: a JSON file and, with matplotlib, a figure an experiment")
-    add("--minutes", type=float, metavar="N", help="receipts: length of the search (default: 10, small: 1)")
+    add("--minutes", type=float, metavar="N", help="receipts: length of the search (default: 2, small: 0.4)")
     add("--seed", type=int, metavar="N", help="receipts: only the search's case of this seed")
     return parser
 

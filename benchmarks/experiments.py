@@ -7,8 +7,9 @@
 3 price      a load of short requests: what the promise costs
 4 trainer    a sampler's log-probabilities against a trainer's scoring pass
 5 search     a random search for a way of serving that changes a bit
+6 receipt    one long completion: the time of its proof against that of its generation
 
-Bits are compared as integers. Exit code 1 if ours ever differ.
+Bits are compared as integers. Exit code 1 if ours ever differ. With --out, what is known so far is written as it comes.
 """
 
 import argparse
@@ -17,14 +18,17 @@ import json
 import random
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from tqdm import tqdm
 
 import checkpoint
 from benchmarks import figures, report
@@ -36,15 +40,20 @@ from engine import LLM, pick_device, pick_dtype
 from kernels import Ops, make_ops
 from kernels.tiles import KV_TILE, leaf_count
 from model import ModelConfig
+from receipts import replay
 from sampler import SamplingParams
 from tools.selfcheck_serving import differing, settings, words
 
-NAMES = {"1": "product", "2": "feynman", "3": "price", "4": "trainer", "5": "search"}
+NAMES = {"1": "product", "2": "feynman", "3": "price", "4": "trainer", "5": "search", "6": "receipt"}
 QUESTION = "Tell me about Richard Feynman"
-FULL = {"rows": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096), "questions": 1000, "answer": 256,
-        "every": 0.5, "sampled": (256, 256), "search_prompt": 1500, "search_output": 64, "minutes": 10.0}
-SMALL = {"rows": (1, 2, 3, 4, 8, 16, 32, 64, 128, 256, 512), "questions": 32, "answer": 48, "every": 2.0,
-         "sampled": (16, 24), "search_prompt": 200, "search_output": 16, "minutes": 1.0}
+# every: steps between questions; limit: seconds of questions an engine; sampled: sequences, tokens; search: longest
+# prompt and output, requests a case, ways of serving them, most steps that chunks may make of them; receipt: tokens
+FULL = {"rows": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096), "questions": 1000, "answer": 1000,
+        "every": 5.0, "limit": 200, "sampled": (256, 256), "search": (8000, 64), "needles": (4, 48, 192), "ways": 4,
+        "steps": 200, "minutes": 2.0, "receipt": 1000}
+SMALL = {"rows": (1, 2, 3, 4, 8, 16, 32, 64, 128, 256, 512), "questions": 32, "answer": 48, "every": 2.0, "limit": 60,
+         "sampled": (16, 24), "search": (200, 16), "needles": (1, 2, 4), "ways": 2, "steps": 60, "minutes": 0.4,
+         "receipt": 120}
 
 
 @dataclass
@@ -57,28 +66,38 @@ class Arrival:
     aborted: int | None = None
 
 
-def drive(llm: LLM, arrivals: list[Arrival]) -> list:
-    """Serve requests that come while others are being served; their outputs, in the order given."""
+def drive(llm: LLM, arrivals: list[Arrival], seconds: float = 1e9, progress: bool = False) -> list:
+    """Serve requests that come while others are being served; their outputs, in the order given. After `seconds` all
+    that is unfinished is aborted, and what has not come is None."""
     outputs: list = [None] * len(arrivals)
-    order = sorted(range(len(arrivals)), key=lambda i: arrivals[i].step)
+    order = deque(sorted(range(len(arrivals)), key=lambda i: arrivals[i].step))
     leaving: dict[int, list[str]] = {}
-    step = 0
-    while order or llm.has_unfinished_requests:
-        while order and arrivals[order[0]].step <= step:
-            i = order.pop(0)
-            request_id = llm.add_request(arrivals[i].prompt, arrivals[i].params)
-            outputs[i] = llm.requests[request_id].output
-            if arrivals[i].aborted is not None:
-                leaving.setdefault(step + arrivals[i].aborted, []).append(request_id)
-        llm.step()
-        for request_id in leaving.pop(step, ()):
-            llm.abort(request_id)
-        step += 1
+    step, begin = 0, time.perf_counter()
+    with tqdm(total=len(arrivals), desc="requests", disable=not progress, mininterval=10) as bar:
+        while order or llm.has_unfinished_requests:
+            while order and arrivals[order[0]].step <= step:
+                i = order.popleft()
+                request_id = llm.add_request(arrivals[i].prompt, arrivals[i].params)
+                outputs[i] = llm.requests[request_id].output
+                if arrivals[i].aborted is not None:
+                    leaving.setdefault(step + arrivals[i].aborted, []).append(request_id)
+            bar.update(sum(output.finished for output in llm.step()))
+            for request_id in leaving.pop(step, ()):
+                llm.abort(request_id)
+            step += 1
+            if time.perf_counter() - begin > seconds:
+                order.clear()
+                for request_id in list(llm.requests):
+                    llm.abort(request_id)
     return outputs
 
 
 def random_prompt(rng: random.Random, vocab_size: int, longest: int) -> list[int]:
-    return [rng.randrange(1, vocab_size) for _ in range(rng.randint(1, longest))]
+    return rng.choices(range(1, vocab_size), k=rng.randint(1, longest))
+
+
+def logprob_words(logprobs: list[float]) -> np.ndarray:
+    return np.array(logprobs, np.float32).view(np.int32).astype(np.int64)
 
 
 def neighbour(rng: random.Random, vocab_size: int, output: int) -> SamplingParams:
@@ -103,6 +122,7 @@ class Experiments:
         self.ops, self.seed, self.peers = ops, seed, peers or {}
         self.minutes = size["minutes"] if minutes is None else minutes
         self.fingerprint: str | None = None
+        self.keep: Callable[[dict], None] = lambda result: None  # takes what is known of a result so far
 
     @contextmanager
     def engine(self, twin: bool = False):
@@ -126,6 +146,7 @@ class Experiments:
             with self.engine(name == "twin") as llm:
                 found[name] = measure(llm)
             del llm
+            self.keep(found)
         return found
 
     def product(self) -> dict:
@@ -162,23 +183,29 @@ class Experiments:
             prompt = llm.tokenizer.encode(QUESTION) if llm.tokenizer else random_prompt(rng, V, 8)
             mine = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=answer, ignore_eos=True,
                                   logprobs=0)
-            arrivals = []
-            for i in range(self.size["questions"]):
-                step = int(i * self.size["every"])
+            arrivals, step, phase = [], 0, -(-self.size["questions"] // 8)
+            for i in range(self.size["questions"]):  # they come in rushes and lulls, so that batches grow and shrink
+                step += rng.randint(0, round(4 * self.size["every"])) if i // phase % 2 else 0
                 arrivals.append(Arrival(step, prompt, mine))
                 for _ in range(rng.randint(0, 2)):
                     arrivals.append(Arrival(step + rng.randint(0, 9), random_prompt(rng, V, 96),
-                                            neighbour(rng, V, answer), rng.choice((None, None, 5))))
-            done = drive(llm, arrivals)
-            found = [words(output) for output, a in zip(done, arrivals) if a.params is mine]
+                                            neighbour(rng, V, min(answer, 256)), rng.choice((None, None, 5))))
+            done = drive(llm, arrivals, self.size["limit"], not self.small)
+            found = [words(output) for output, a in zip(done, arrivals)
+                     if a.params is mine and output and output.outputs[0].finish_reason == "length"]
+            if not found:
+                raise Skipped(f"no answer was complete after {self.size['limit']} s")
             tokens, bits = (np.stack([f[row] for f in found]) for row in (0, 1))
-            prefixes = [len({row[:n].tobytes() for row in tokens}) for n in range(1, answer + 1)]
+            prefixes, same = [], np.zeros(len(found), np.int64)  # same: one number for rows that are alike so far
+            for column in tokens.T:
+                _, same = np.unique(same * self.config.vocab_size + column, return_inverse=True)
+                prefixes.append(int(same.max()) + 1)
             changed = np.flatnonzero((bits != bits[0]).any(0) | (tokens != tokens[0]).any(0))
-            return {"unique_answers": prefixes[-1], "unique_answers_by_position": prefixes,
+            return {"answers": len(found), "unique_answers": prefixes[-1], "unique_answers_by_position": prefixes,
                     "unique_bits": len({f.tobytes() for f in found}),
                     "first_token_that_differs": next((i for i, n in enumerate(prefixes) if n > 1), None),
                     "first_logprob_that_differs": int(changed[0]) if len(changed) else None,
-                    "others": len(arrivals) - len(found)}
+                    "others": len(arrivals) - self.size["questions"]}
 
         result = {"question": QUESTION, "asked": self.size["questions"], "tokens": self.size["answer"],
                   **self.both(ask)}
@@ -236,64 +263,88 @@ class Experiments:
                        f"{result[name]['largest_log_ratio']:.3g}"] for name in ("samebits", "twin")])
         return result
 
-    def search_case(self, llm: LLM, seed: int) -> tuple[int, int, dict]:
-        """(words compared, words that differ, the way of serving) of one case, all of it drawn from its seed."""
-        rng, V, output = random.Random(seed), self.config.vocab_size, self.size["search_output"]
-        longest = min(self.size["search_prompt"], llm.max_model_len - output)
-        shared = random_prompt(rng, V, longest // 2)
-        needles = []
-        for _ in range(rng.randint(1, 3)):
-            prompt = random_prompt(rng, V, rng.choice((4, 70, longest // 2)))
-            if rng.random() < 0.5:  # it decodes over the border of a block, and may then have to make room
-                prompt = (prompt + shared * longest)[: KV_TILE * rng.randint(1, max(1, longest // 2 // KV_TILE)) - 3]
+    def search_case(self, llm: LLM, seed: int) -> tuple[int, int, list[dict]]:
+        """(tokens compared, words that differ, the ways of serving) of one case, all of it drawn from its seed.
+
+        Each request is served in several ways among others. The yardstick is the same request alone, cold: its tokens
+        drawn again, and all its logprobs, by one prefill each; one request is decoded alone, too."""
+        rng, V, (longest, output) = random.Random(seed), self.config.vocab_size, self.size["search"]
+        longest = min(longest, llm.max_model_len - output)
+        shared, needles = rng.choices(range(1, V), k=longest), []
+        for _ in range(rng.choice(self.size["needles"])):
+            n = rng.choice((rng.randint(1, longest), int(longest ** rng.random())))
+            if rng.random() < 0.3:  # it decodes over the border of a block, and may then have to make room
+                n = min(max(1, n // KV_TILE * KV_TILE - rng.randint(0, 3)), longest)
+            own = rng.choice((0, n - 1, rng.randrange(n)))  # tokens of the prompt that it shares with others
             extra = rng.choice(({"temperature": 0.0}, {"temperature": 1.0, "top_p": 1.0},
                                 {"temperature": 0.8, "top_p": 0.9, "top_k": 50}, {"temperature": 1.1, "min_p": 0.02},
                                 {"temperature": 0.9, "repetition_penalty": 1.2, "frequency_penalty": 0.2}))
-            params = SamplingParams(max_tokens=rng.randint(1, output), ignore_eos=True, logprobs=0,
-                                    seed=rng.getrandbits(40), **extra)
-            needles.append(((shared + prompt if rng.random() < 0.5 else prompt)[:longest], params))
-        with settings(llm):
-            expected = []
-            for prompt, params in needles:
-                llm.scheduler.blocks.reset_prefix_cache()
-                expected.append(words(llm.generate([prompt], params)[0]))
-        others = rng.choice((0, 1, 2, 6) if self.small else (0, 1, 3, 12, 40))
-        spread = rng.choice((0, 0, 5, 30))  # steps over which requests arrive
-        arrivals = [Arrival(rng.randint(0, spread), prompt, params) for prompt, params in needles]
-        arrivals += [Arrival(rng.randint(0, spread), shared + random_prompt(rng, V, 40) if rng.random() < 0.3 else
-                             random_prompt(rng, V, rng.choice((4, 90))), neighbour(rng, V, output),
-                             rng.choice((None, None, 0, 4))) for _ in range(others)]
-        order = rng.sample(range(len(arrivals)), len(arrivals))
-        need = -(-(max(len(a.prompt) for a in arrivals) + output) // KV_TILE)
-        how = {"chunk": rng.choice((None, None, 16, 50, 64, 200, rng.randint(8 if self.small else 1, 300))),
-               "num_blocks": rng.choice((None, need, need, need + 2)),
-               "use_graphs": rng.random() < 0.7, "async_scheduling": rng.random() < 0.5}
-        warm = rng.random() < 0.3
-        preempted = llm.scheduler.num_preemptions
-        with settings(llm, **how):
-            for _ in range(1 + warm):
-                done = dict(zip(order, drive(llm, [arrivals[i] for i in order])))
-        count = sum(differing(words(done[i]), expected[i]) for i in range(len(needles)))
-        return sum(e.size for e in expected), count, how | {
-            "others": others, "spread": spread, "warm": warm, "preemptions": llm.scheduler.num_preemptions - preempted}
+            needles.append((shared[:own] + rng.choices(range(1, V), k=n - own), SamplingParams(
+                max_tokens=rng.randint(1, output), ignore_eos=True, logprobs=0, seed=rng.getrandbits(40), **extra)))
+        total = sum(len(prompt) + params.max_tokens for prompt, params in needles)
+        need = -(-(longest + output) // KV_TILE)
+        tokens, differ, ways, expected = 0, 0, [], []
+        for _ in range(self.size["ways"]):
+            chunk = rng.choice((None, None, 1 << rng.randint(3, 12), rng.randint(1, 4096)))
+            how = {"chunk": chunk and max(chunk, total // self.size["steps"]),
+                   "num_blocks": rng.choice((None, None, max(need, total // KV_TILE // rng.choice((3, 8))))),
+                   "use_graphs": rng.random() < 0.7, "async_scheduling": rng.random() < 0.5}
+            others, spread = rng.choice((0, 1, 2, 6) if self.small else (0, 3, 12, 40)), rng.choice((0, 0, 5, 30))
+            scored = [rng.random() < (share := rng.choice((0.0, 0.5, 1.0))) for _ in needles]  # prompts, too
+            arrivals = [Arrival(rng.randint(0, spread), prompt, replace(params, prompt_logprobs=0 if score else None))
+                        for (prompt, params), score in zip(needles, scored)]
+            arrivals += [Arrival(rng.randint(0, spread), shared[: rng.randint(0, 90)] + random_prompt(rng, V, 90),
+                                 neighbour(rng, V, output), rng.choice((None, None, 0, 4))) for _ in range(others)]
+            order = rng.sample(range(len(arrivals)), len(arrivals))
+            warm, preempted = rng.random() < 0.2, llm.scheduler.num_preemptions
+            with settings(llm, **how):
+                for _ in range(1 + warm):
+                    done = dict(zip(order, drive(llm, [arrivals[i] for i in order])))
+            ways.append(how | {"requests": len(needles), "others": others, "spread": spread, "warm": warm,
+                               "preemptions": llm.scheduler.num_preemptions - preempted})
+            with settings(llm):
+                if not expected:
+                    made = [done[i].outputs[0].token_ids for i in range(len(needles))]
+                    for (prompt, params), ids in zip(needles, made):
+                        drawn, logprobs, _ = replay(llm, prompt, params, ids, False)
+                        again = llm.score(prompt[:1], prompt[1:] + ids)
+                        expected.append((np.stack([drawn, logprob_words(logprobs)]), logprob_words(again)))
+                    alone = rng.randrange(len(needles))
+                    compared = [(words(llm.generate([needles[alone][0]], needles[alone][1])[0]), expected[alone][0])]
+                    compared += [(score[None, len(score) - drawn.shape[1] :], drawn[1:]) for drawn, score in expected]
+                else:
+                    compared = []
+            for i, (drawn, score) in enumerate(expected):
+                compared.append((words(done[i]), drawn))
+                if scored[i]:
+                    found = logprob_words([logprob for logprob, _ in done[i].prompt_logprobs[1:]])
+                    compared.append((found[None], score[None, : len(found)]))
+            tokens += sum(b.shape[1] for _, b in compared)
+            differ += sum(differing(a, b) for a, b in compared)
+        return tokens, differ, ways
 
     def search(self) -> dict:
         """Cases until the time is up; every case can be run again by its seed."""
-        found = {"minutes": self.minutes, "cases": 0, "tokens": 0, "words": 0, "differences": 0, "failing_seeds": [],
-                 "preemptions": 0, "words_by_second": []}
+        found = {"minutes": self.minutes, "cases": 0, "requests": 0, "tokens": 0, "differences": 0,
+                 "failing_seeds": [], "preemptions": 0, "prompts": [1, self.size["search"][0]],
+                 "tokens_by_second": [[0.0, 0, 0]]}
         with self.engine() as llm:
             begin = time.perf_counter()
             seed = 0 if self.seed is None else self.seed
             while True:
-                compared, count, how = self.search_case(llm, seed)
+                compared, count, ways = self.search_case(llm, seed)
                 seconds = time.perf_counter() - begin
-                found["cases"], found["words"] = found["cases"] + 1, found["words"] + compared
-                found["tokens"], found["differences"] = found["words"] // 2, found["differences"] + count
-                found["preemptions"] += how["preemptions"]
-                found["words_by_second"].append([round(seconds, 2), found["words"], found["differences"]])
+                for name, more in (("cases", 1), ("tokens", compared), ("differences", count),
+                                   ("requests", sum(way["requests"] + way["others"] for way in ways)),
+                                   ("preemptions", sum(way["preemptions"] for way in ways))):
+                    found[name] += more
+                found["tokens_by_second"].append([round(seconds, 2), found["tokens"], found["differences"]])
                 if count:
                     found["failing_seeds"].append(seed)
-                    print(f"  seed {seed}: {count} of {compared} words differ: {how}", flush=True)
+                    print(f"  seed {seed}: {count} words of {compared} tokens differ: {ways}", flush=True)
+                if not self.small:
+                    print(f"  {seconds:.0f} s: case {seed}, {found['tokens']:,} tokens compared", flush=True)
+                self.keep(found)
                 if self.seed is not None or seconds > self.minutes * 60:
                     break
                 seed += 1
@@ -301,26 +352,53 @@ class Experiments:
         again = f" (again: --only 5 --seed {found['failing_seeds'][0]})" if found["failing_seeds"] else ""
         report.table("5. the search: random ways of serving, against each request alone",
                      ["minutes", "cases", "tokens", "preemptions", "words that differ"],
-                     [[f"{found['words_by_second'][-1][0] / 60:.2f}", found["cases"], found["tokens"],
+                     [[f"{found['tokens_by_second'][-1][0] / 60:.2f}", found["cases"], found["tokens"],
                        found["preemptions"], f"{found['differences']}{again}"]])
         return found
+
+    def receipt(self) -> dict:
+        """One completion, generated alone and then verified; each once before it is timed, to compile and capture."""
+        count = self.size["receipt"]
+        with self.engine() as llm:
+            prompt = random_prompt(random.Random(2), self.config.vocab_size, 32)
+            params = SamplingParams(temperature=1.0, max_tokens=count, ignore_eos=True, logprobs=0, seed=2)
+            output = [llm.generate([prompt], params)[0] for _ in range(2)][-1]
+            made = llm.receipt(output)
+            verdicts = [llm.verify(made) for _ in range(4)]
+        del llm
+        proofs = [verdict.seconds for verdict in verdicts[1:]]
+        result = {"tokens": count, "generation_s": made["seconds"], "first_proof_s": verdicts[0].seconds,
+                  "proofs_s": proofs, "speedup": made["seconds"] / median(proofs),
+                  "problems": [problem for verdict in verdicts for problem in verdict.problems]}
+        result["differences"] = len(result["problems"])
+        report.table(f"6. a receipt of {count} tokens: seconds to generate them alone, and to prove them",
+                     ["generation", "proof", "times as fast", "problems"],
+                     [[result["generation_s"], median(proofs), result["speedup"], str(result["problems"] or "none")]])
+        return result
 
     def run(self, chosen: list[str], env: dict, out: Path | None) -> dict:
         """The chosen experiments by number; each result, with what it ran on, to `out` as JSON and PNG."""
         results = {}
         for number in chosen:
             name, begin = NAMES[number], time.perf_counter()
+
+            def keep(result: dict, file: Path | None = out and out / f"{number}-{name}.json",
+                     begin: float = begin) -> dict:
+                result = result | {"seconds": round(time.perf_counter() - begin, 1)}
+                if file:
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    file.write_text(json.dumps(env | {"fingerprint": self.fingerprint} | result) + "\n")
+                return result
+
+            self.keep = lambda result, keep=keep: keep(result | {"partial": True})
             try:
-                result = getattr(self, name)()
+                results[name] = keep(getattr(self, name)())
+                if out:
+                    figures.draw(name, results[name], env | {"fingerprint": self.fingerprint},
+                                 out / f"{number}-{name}.png")
             except Skipped as reason:
                 print(f"{number}. {name}: skipped: {reason}")
-                result = {"skipped": str(reason), "differences": 0}
-            results[name] = result | {"seconds": round(time.perf_counter() - begin, 1)}
-            about = env | {"fingerprint": self.fingerprint}
-            if out and "skipped" not in result:
-                out.mkdir(parents=True, exist_ok=True)
-                (out / f"{number}-{name}.json").write_text(json.dumps(about | results[name]) + "\n")
-                figures.draw(name, results[name], about, out / f"{number}-{name}.png")
+                results[name] = {"skipped": str(reason), "differences": 0}
         return results
 
 
@@ -351,7 +429,7 @@ def main(args: argparse.Namespace, env: dict, ops: Ops | None) -> int:
                               args.minutes, args.seed, peers)
     env = env | {"model": model, "dtype": str(experiments.dtype), "size": "small" if small else "full"}
     results = experiments.run(chosen, env, Path(args.out) if args.out else None)
-    summary = {name: {k: v for k, v in r.items() if k != "words_by_second"} for name, r in results.items()}
+    summary = {name: {k: v for k, v in r.items() if k != "tokens_by_second"} for name, r in results.items()}
     failed = [name for name, r in results.items() if r["differences"]]
     print(f"\nsamebits: {'bits differ in ' + ', '.join(failed) if failed else 'no bit differs'}")
     print(json.dumps(env | {"fingerprint": experiments.fingerprint, "receipts": summary}))

@@ -44,11 +44,26 @@ def trainer(axes, r: dict) -> None:
 
 
 def search(axes, r: dict) -> None:
-    seconds, compared, differ = zip(*r["words_by_second"])
-    axes.plot(seconds, compared, color=OURS, label=f"numbers compared: {r['words']:,}")
-    axes.plot(seconds, differ, color=OTHER, label=f"numbers that differ: {r['differences']:,}")
-    axes.set(title=f"{r['cases']:,} random ways of serving: batch, order, chunks, cache, preemption, arrivals.\n"
-             "Does any change a bit?", xlabel="seconds", ylabel="token ids and logprobs, in all")
+    seconds, compared, differ = zip(*r["tokens_by_second"])
+    axes.plot(seconds, compared, color=OURS, label=f"tokens compared, with their logprobs: {r['tokens']:,}")
+    axes.plot(seconds, differ, color=OTHER, label=f"that differ: {r['differences']:,}")
+    shortest, longest = r["prompts"]
+    axes.set(title=f"{r['requests']:,} requests in random company: batch, order, chunks, cache, preemption, arrivals.\n"
+             f"Does any get other bits than alone? (prompts of {shortest} to {longest:,} tokens)", xlabel="seconds",
+             ylabel="tokens, in all")
+    axes.ticklabel_format(axis="y", style="plain")
+
+
+def receipt(axes, r: dict) -> None:
+    bars = {f"generating {r['tokens']:,} tokens, one by one": r["generation_s"],
+            "proving all of them, in one prefill": median(r["proofs_s"])}
+    for place, (label, seconds) in enumerate(bars.items()):
+        axes.barh(place, seconds, color=(OTHER, OURS)[place])
+        axes.text(seconds, place, f" {label}: {seconds:.3g} s", va="center")
+    axes.set_yticks([])
+    axes.invert_yaxis()
+    axes.set(title=f"How long does it take to prove an answer? {r['speedup']:.0f} times less than to give it",
+             xlabel="seconds", xlim=(0, 1.9 * r["generation_s"]))
 
 
 def draw(name: str, result: dict, env: dict, file: Path) -> bool:

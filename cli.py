@@ -9,6 +9,7 @@ from dataclasses import asdict, fields
 
 from engine import DEFAULT_MODEL, LLM, RequestOutput
 from sampler import SamplingParams, kind
+from tools.proof import prove
 
 EXAMPLES = """examples:
   python engine.py --prompt "Once upon a time"
@@ -65,8 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--receipt", metavar="FILE", help="write one JSON object a completion, with which --verify can check it")
     add("--trace", action="store_true", help="with --receipt: add a digest of every op's output, layer by layer")
 
-    proof = parser.add_argument_group("proof", "Each of these instead of a prompt.")
-    add = proof.add_mutually_exclusive_group().add_argument
+    add = parser.add_argument_group("proof", "Instead of a prompt.").add_mutually_exclusive_group().add_argument
     add("--fingerprint", action="store_true", help="print the name of everything that may change bits, and its parts")
     add("--verify", metavar="FILE", help="replay every receipt of a file in one prefill each; exit code 1 if one fails")
     add("--selfcheck", action="store_true", help="compare schedules, and ways of serving this model, bit for bit")
@@ -106,8 +106,6 @@ def run(args: argparse.Namespace) -> int:
     start = time.perf_counter()
     options = chosen(args, LLM) | {"progress": sys.stderr.isatty()}
     if args.fingerprint or args.verify or args.selfcheck:
-        from tools.proof import prove  # no other run needs it
-
         return prove(args, options)
     prompts = read_prompts(args)
     if args.receipt:
@@ -141,8 +139,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"error: prompt {i}: {output.error}", file=sys.stderr)
     took = time.perf_counter() - loaded
     if args.receipt:
-        made = [llm.receipt(output, out.index, args.trace) for output in outputs for out in output.outputs
-                if out.finish_reason != "error"]
+        made = [llm.receipt(o, c.index, args.trace) for o in outputs for c in o.outputs if c.finish_reason != "error"]
         with open(args.receipt, "w") as file:
             file.writelines(json.dumps(receipt) + "\n" for receipt in made)
     count = sum(len(out.token_ids) for output in outputs for out in output.outputs)

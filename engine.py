@@ -162,14 +162,8 @@ class LLM:
                              "gpu_memory_utilization")
         return int(budget // block_bytes)
 
-    @cached_property
-    def fingerprint_parts(self) -> dict:
-        """Everything that may change bits, by name (receipts.py). Reads the weight files once, the first time."""
-        return receipts.fingerprint_parts(self)
-
-    @property
-    def fingerprint(self) -> str:
-        return receipts.fingerprint(self.fingerprint_parts)
+    fingerprint_parts, fingerprint = cached_property(receipts.fingerprint_parts), property(receipts.fingerprint)
+    receipt, verify = receipts.make_receipt, receipts.verify  # the proof is a file of its own
 
     # The step interface.
 
@@ -424,14 +418,6 @@ class LLM:
         params = SamplingParams(temperature=0.0, prompt_logprobs=0)
         output = self.generate([before + after], params, score_only=len(before))[0]
         return [logprob for logprob, _ in output.prompt_logprobs[len(before) :]]
-
-    def receipt(self, output: RequestOutput, index: int = 0, trace: bool = False) -> dict:
-        """Receipt of a finished completion that was asked for logprobs; `trace`: with a digest of every op's output."""
-        return receipts.make_receipt(self, output, index, trace)
-
-    def verify(self, receipt: dict) -> receipts.Verdict:
-        """Replay a receipt in one prefill. ValueError if it is none, or cannot be run here."""
-        return receipts.verify(self, receipt)
 
 
 def pick_device(name: str) -> torch.device:

@@ -33,8 +33,7 @@ DIGEST_FILE = ".samebits-digest.json"
 WHOLE, REAL, TEXT, OBJECT, IDS = r"-?\d+", r"-?\d[\d.e+-]*", '".*"', "{.*}", r"\[\d+(, \d+)*]"
 FIELDS = {"version": "1", "fingerprint": TEXT, "parts": OBJECT, "prompt_token_ids": IDS, "params": OBJECT,
           "seed": WHOLE, "token_ids": IDS, "logprobs": r'\[("[0-9a-f]{8}"(, |(?=])))+]', "text": TEXT,
-          "finish_reason": TEXT, "stop_reason": TEXT + r"|\d+|null", "seconds": r"\d{1,9}(\.\d+)?(e-\d+)?",
-          "digest": TEXT}
+          "finish_reason": TEXT, "stop_reason": TEXT + r"|\d+|null", "seconds": r"[\d.e-]{1,24}", "digest": TEXT}
 PARAMS = {p.name: {int: WHOLE, float: REAL, bool: "true|false"}.get(sampler.kind(p), r"\[.*]")
           for p in fields(SamplingParams) if p.name != "seed"} | {
     "n": "1", "stop_token_ids": IDS + r"|\[]", "logit_bias": rf'{{("\d+": {REAL}(, |(?=}})))*}}',
@@ -76,7 +75,7 @@ def processor_kind() -> str:
 
 
 def fingerprint_parts(llm) -> dict:
-    """Everything that may change bits, by name. (min_tokens bans the end tokens, so they are among it.)"""
+    """Everything that may change bits, by name: end tokens, too, which min_tokens bans. Reads the weight files once."""
     parts = {"numerics": numerics_hash(), "dtype": str(llm.dtype).removeprefix("torch."), "tp_style": "column",
              "backend": llm.ops.name, "torch": torch.__version__.split("+")[0], "end_tokens": sorted(llm.eos_token_ids),
              "weights": "dummy" if llm.load_format == "dummy" else weight_digest(llm.folder),
@@ -88,9 +87,9 @@ def fingerprint_parts(llm) -> dict:
     return parts | {"device": processor_kind(), "isa": torch.backends.cpu.get_cpu_capability()}
 
 
-def fingerprint(parts: dict) -> str:
+def fingerprint(llm) -> str:
     """"sb1-" and 20 hex digits of the sha256 of the parts."""
-    return "sb1-" + hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]
+    return "sb1-" + hashlib.sha256(json.dumps(llm.fingerprint_parts, sort_keys=True).encode()).hexdigest()[:20]
 
 
 def hex_words(logprobs: list[float]) -> list[str]:
@@ -103,12 +102,11 @@ def receipt_digest(receipt: dict) -> str:
     return hashlib.sha256(json.dumps(receipt | {"digest": None}, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def make_receipt(llm, output, index: int, trace: bool) -> dict:
-    """See `LLM.receipt`."""
+def make_receipt(llm, output, index: int = 0, trace: bool = False) -> dict:
+    """Receipt of a finished completion that was asked for logprobs; `trace`: with a digest of every op's output."""
     out = output.outputs[index] if index < len(output.outputs) else None
     if out is None or out.finish_reason in (None, "error") or not out.token_ids or out.logprobs is None:
-        raise ValueError(f"no receipt: request {output.request_id!r} has no finished completion {index} with tokens "
-                         "and, as SamplingParams(logprobs=0) asks for, their logprobs")
+        raise ValueError(f"no receipt: there is no finished completion {index} with tokens, asked for with logprobs=0")
     prompt, asked = output.prompt_token_ids, output.params
     room = llm.max_model_len - len(prompt)
     params = replace(asked, n=1, seed=out.seed, prompt_logprobs=None, min_tokens=min(asked.min_tokens, room),
@@ -159,16 +157,6 @@ def replay(llm, prompt: list[int], params: SamplingParams, token_ids: list[int],
     return drawn, [logprob for logprob, _ in output.prompt_logprobs[len(prompt) :]], ops
 
 
-def retell(llm, prompt: list[int], params: SamplingParams, token_ids: list[int]):
-    """The completion that these tokens make, with its text and its end: "abort" if it would have gone on."""
-    request = llm.requests[llm.add_request(prompt, params)]
-    for token in token_ids:
-        if not request.output.finished:
-            llm._absorb(request, 0, StepOutput(token, 0.0, None, []))
-    llm.abort(request.output.request_id)
-    return request.output.outputs[0]
-
-
 def find_problems(llm, receipt: dict, params: SamplingParams) -> Iterator[str]:
     """What of a receipt does not hold, in words: of its tokens and logprobs the first."""
     if receipt_digest(receipt) != receipt["digest"]:
@@ -181,48 +169,48 @@ def find_problems(llm, receipt: dict, params: SamplingParams) -> Iterator[str]:
         if not trace or here["config"] != there.get("config"):
             return  # there is nothing to be learnt
     prompt, token_ids, words = (receipt[name] for name in ("prompt_token_ids", "token_ids", "logprobs"))
-    drawn, logprobs, ours = replay(llm, prompt, params, token_ids, bool(trace))
-    bits = hex_words(logprobs)
-    for i, (token, word) in enumerate(zip(token_ids, words)):
-        if (token, word) != (drawn[i], bits[i]):
-            what = f"the draw gives {drawn[i]}" if token != drawn[i] else "its logprob differs"
-            theirs, units = np.uint32(int(word, 16)).view(np.float32), abs(int(word, 16) - int(bits[i], 16))
-            yield (f"token {i} (position {len(prompt) + i}) is {token} in the receipt, but {what}; its logprob there "
-                   f"is {theirs:.9g} (bits {word}), here {logprobs[i]:.9g} ({bits[i]}): {units} units in the last "
-                   "place")
+    drawn, logprobs, ops = replay(llm, prompt, params, token_ids, bool(trace))
+    for i, (token, word, again, ours) in enumerate(zip(token_ids, words, drawn, hex_words(logprobs))):
+        if (token, word) != (again, ours):
+            what = f"the draw gives {again}" if token != again else "its logprob differs"
+            theirs, units = np.uint32(int(word, 16)).view(np.float32), abs(int(word, 16) - int(ours, 16))
+            yield (f"token {i} (position {len(prompt) + i}) is {token} in the receipt, but {what}; its logprob is "
+                   f"{theirs:.9g} (bits {word}), here {logprobs[i]:.9g} ({ours}): {units} units in the last place")
             break
     else:
-        out = retell(llm, prompt, params, token_ids)
-        last, end = len(out.token_ids) - 1, receipt["finish_reason"]
-        if len(token_ids) > last + 1:
-            yield f"the completion ends ({out.finish_reason}) after token {last}, the receipt goes on"
+        request = llm.requests[llm.add_request(prompt, params)]  # it is told the tokens, and makes text and end of them
+        for token in token_ids:
+            if not request.output.finished:
+                llm._absorb(request, 0, StepOutput(token, 0.0, None, []))
+        llm.abort(request.output.request_id)
+        out, end = request.output.outputs[0], receipt["finish_reason"]
+        if len(token_ids) > (count := len(out.token_ids)):
+            yield f"the completion ends ({out.finish_reason}) after token {count - 1}, the receipt goes on"
         elif out.finish_reason == "abort" != end:
-            yield f"the completion goes on after token {last}, where the receipt ends ({end})"
+            yield f"the completion goes on after token {count - 1}, where the receipt ends ({end})"
         else:
             yield from (f"{name} is {receipt[name]!r} in the receipt, but the tokens make {getattr(out, name)!r}"
                         for name in ("text", "finish_reason", "stop_reason") if receipt[name] != getattr(out, name))
-    if differs := [where for where in ours | trace if ours.get(where) != trace.get(where)]:
-        yield f"trace: the first op whose output differs is {differs[0]} ({len(differs)} of {len(ours)})"
+    if differs := [where for where in ops | trace if ops.get(where) != trace.get(where)]:
+        yield f"trace: the first op whose output differs is {differs[0]} ({len(differs)} of {len(ops)})"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Verdict:
     """`problems`: what of a receipt did not hold, in words. `seconds`: the replay's; `generation_seconds`: what the
     receipt says generation took, its wait in the queue included."""
 
+    verified: bool
     problems: list[str]
     num_tokens: int
     seconds: float
     generation_seconds: float
 
-    @property
-    def verified(self) -> bool:
-        return not self.problems
-
 
 def verify(llm, receipt: dict) -> Verdict:
-    """See `LLM.verify`."""
+    """Replay a receipt in one prefill. ValueError if it is none, or cannot be run here."""
     params, _, begin = check_format(receipt), llm.fingerprint_parts, time.perf_counter()
     problems = ["".join(c if c.isprintable() else "?" for c in problem)  # a forger's words may be among them
                 for problem in find_problems(llm, receipt, params)]
-    return Verdict(problems, len(receipt["token_ids"]), time.perf_counter() - begin, receipt["seconds"])
+    seconds = time.perf_counter() - begin
+    return Verdict(not problems, problems, len(receipt["token_ids"]), seconds, receipt["seconds"])

@@ -7,7 +7,6 @@ preempted and later recomputed, which costs time and changes no bit. This file k
 
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from cache import BlockManager
@@ -36,7 +35,7 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)  # empty unless it is running
     block_uids: list[object] = field(default_factory=list)  # root, then those of the leading blocks that are full
     prompt_logprobs: list = field(default_factory=list)  # entry i belongs to prompt token i; entry 0 is None
-    observe: Callable | None = None  # is called with it, and with the logits its prompt logprobs come from
+    observe: object = None  # a function of it and of the logits that its prompt logprobs come from
     arrival_time: float = field(default_factory=time.perf_counter)
     first_token_time: float | None = None
     finish_time: float | None = None

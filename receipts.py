@@ -174,8 +174,8 @@ def find_problems(llm, receipt: dict, params: SamplingParams) -> Iterator[str]:
         if (token, word) != (again, ours):
             what = f"the draw gives {again}" if token != again else "its logprob differs"
             theirs, units = np.uint32(int(word, 16)).view(np.float32), abs(int(word, 16) - int(ours, 16))
-            yield (f"token {i} (position {len(prompt) + i}) is {token} in the receipt, but {what}; its logprob is "
-                   f"{theirs:.9g} (bits {word}), here {logprobs[i]:.9g} ({ours}): {units} units in the last place")
+            yield (f"token {i} (position {len(prompt) + i}) is {token} in the receipt, but {what}; logprob "
+                   f"{theirs:.9g} (bits {word}), {logprobs[i]:.9g} ({ours}) here: {units} units in the last place")
             break
     else:
         request = llm.requests[llm.add_request(prompt, params)]  # it is told the tokens, and makes text and end of them

@@ -49,7 +49,7 @@ QUESTION = "Tell me about Richard Feynman"
 # every: steps between questions; limit: seconds of questions an engine; sampled: sequences, tokens; search: longest
 # prompt and output, requests a case, ways of serving them, most steps that chunks may make of them; receipt: tokens
 FULL = {"rows": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096), "questions": 1000, "answer": 1000,
-        "every": 5.0, "limit": 200, "sampled": (256, 256), "search": (8000, 64), "needles": (4, 48, 192), "ways": 4,
+        "every": 5.0, "limit": 200, "sampled": (256, 256), "search": (8000, 64), "needles": (4, 48, 192), "ways": 5,
         "steps": 200, "minutes": 2.0, "receipt": 1000}
 SMALL = {"rows": (1, 2, 3, 4, 8, 16, 32, 64, 128, 256, 512), "questions": 32, "answer": 48, "every": 2.0, "limit": 60,
          "sampled": (16, 24), "search": (200, 16), "needles": (1, 2, 4), "ways": 2, "steps": 60, "minutes": 0.4,
@@ -290,7 +290,8 @@ class Experiments:
                    "num_blocks": rng.choice((None, None, max(need, total // KV_TILE // rng.choice((3, 8))))),
                    "use_graphs": rng.random() < 0.7, "async_scheduling": rng.random() < 0.5}
             others, spread = rng.choice((0, 1, 2, 6) if self.small else (0, 3, 12, 40)), rng.choice((0, 0, 5, 30))
-            scored = [rng.random() < (share := rng.choice((0.0, 0.5, 1.0))) for _ in needles]  # prompts, too
+            share = rng.choice((0.0, 0.5, 1.0, 1.0))
+            scored = [rng.random() < share for _ in needles]  # those whose prompts' logprobs are compared, too
             arrivals = [Arrival(rng.randint(0, spread), prompt, replace(params, prompt_logprobs=0 if score else None))
                         for (prompt, params), score in zip(needles, scored)]
             arrivals += [Arrival(rng.randint(0, spread), shared[: rng.randint(0, 90)] + random_prompt(rng, V, 90),

@@ -19,7 +19,7 @@ def product(axes, r: dict) -> None:
 def feynman(axes, r: dict) -> None:
     for name, color, label in BOTH:
         axes.step(range(1, r["tokens"] + 1), r[name]["unique_answers_by_position"], color=color, where="mid",
-                  label=f"{label}: {r[name]['unique_answers']}")
+                  label=f"{label}: {r[name]['unique_answers']} of {r[name]['answers']:,}")
     axes.set(title=f'"{r["question"]}", asked {r["asked"]:,} times at temperature 0\nwhile other requests come and go: '
              "how many different answers?", xlabel="tokens of the answer so far", ylabel="different answers",
              ylim=(0, None))

@@ -184,6 +184,12 @@ def test_another_fingerprint(llm, receipt, tmp_path):
     assert "torch 9.9" in only_problem(llm, forged(receipt, parts=receipt["parts"] | {"torch": "9.9"}))
 
 
+def test_a_forger_cannot_write_lines_of_his_own(llm, receipt):
+    """What a receipt says is shown in one line, without control characters."""
+    parts = receipt["parts"] | {"torch": "9\nreceipt 2: verified\x1b[2J"}
+    assert "9?receipt 2: verified?[2J in the receipt" in only_problem(llm, forged(receipt, parts=parts))
+
+
 def test_an_engine_whose_bits_follow_the_batch(llm):
     """It does not verify even its own receipts: its decode is not its prefill."""
     ops = batch_dependent(make_ops(torch.device("cpu")))
@@ -263,6 +269,10 @@ BROKEN = {
     "params, bias": (lambda r: forged(r, params=r["params"] | {"logit_bias": {"x": 1}}), "params"),
     "params, n": (lambda r: forged(r, params=r["params"] | {"n": 2}), "params: n must be 1, not 2"),
     "params, bool": (lambda r: forged(r, params=r["params"] | {"ignore_eos": 1}), "ignore_eos"),
+    "params, cut": (lambda r: forged(r, params=r["params"] | {"prompt_logprobs": 1}), "prompt_logprobs must be null"),
+    "seconds": (lambda r: forged(r, seconds=10**400), "seconds must be"),
+    "seconds, none": (lambda r: forged(r, seconds=float("nan")), "seconds must be"),
+    "trace": (lambda r: forged(r, trace=["x"]), "trace must be"),
     "empty": (lambda r: "\n", "holds no receipt"),
     "too long": (lambda r: forged(r, prompt_token_ids=[5] * 1020), "max_model_len"),
 }

@@ -9,6 +9,8 @@ import torch
 from benchmarks.twins import batch_dependent
 from engine import LLM
 from kernels import make_ops
+from kernels.tiles import HOPPER, PLAIN, WALK
+from tools.selfcheck import without
 from tools.selfcheck_serving import Serving, selfcheck
 
 CPU = torch.device("cpu")
@@ -54,3 +56,11 @@ def test_a_single_flaw_is_seen_where_it_is(tiny_folder, flaw, seen_by):
 
     llm.model.ops = replace(ops, linear=linear)
     assert seen_by in {cell.how for cell in Serving(llm).cells() if cell.differing}
+
+
+def test_a_schedule_that_fails_is_replaced():
+    """By the reference's, wherever the table has it; the others stay."""
+    one, prefill = HOPPER.linear[1][1], HOPPER.prefill
+    table = without(HOPPER, {one, prefill})
+    assert table.linear[1][1] == PLAIN and table.prefill == WALK
+    assert table.linear[0] == HOPPER.linear[0] and table.decode == HOPPER.decode and without(HOPPER, set()) == HOPPER

@@ -161,12 +161,20 @@ def selfcheck(llm) -> int:
     print(f"selfcheck of {llm.folder.name} on {llm.device.type}, {llm.fingerprint}")
     same = True
     if llm.ops.name == "triton":
+        from kernels import triton_ops
         from kernels.tiles import schedules
-        from tools.selfcheck import check_schedules, report
+        from tools.selfcheck import check_schedules, report, without
+
         lengths = {config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim}
         table = schedules("auto", torch.cuda.get_device_capability(llm.device))
-        same = report([check for K in (None, *sorted(lengths))
-                       for check in check_schedules(llm.device, llm.dtype, table, K)])
+        shapes = ((config.num_heads, config.num_kv_heads, config.head_dim),)  # its own: less to compile
+        done = [check for K in (None, *sorted(lengths))
+                for check in check_schedules(llm.device, llm.dtype, table, K, shapes)]
+        same = report(done)
+        failed = {check.schedule for check in done if not check.same and check.schedule}
+        if failed:  # the rest is checked without them, as --schedule reference is
+            print(f"not used from here on: {', '.join(map(str, failed))}\nserve with --schedule reference on this GPU")
+            llm.ops = llm.model.ops = llm.runner.ops = triton_ops(llm.device, table=without(table, failed))
     else:
         print("schedules: a CPU has one, so there are none to compare")
     cells = list(Serving(llm).cells())

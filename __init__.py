@@ -1,8 +1,7 @@
 """`from samebits import LLM, SamplingParams`, anywhere after `pip install -e .`.
 
 The checkout is flat, so that it reads as one program; this file is its face as a package. The flat modules are found
-beside it while it imports them, and a module of the same name from elsewhere is reported instead of half used.
-"""
+beside it while it imports them, and a module of the same name from elsewhere is reported instead of half used."""
 
 import sys
 from pathlib import Path
@@ -16,6 +15,6 @@ finally:
 if Path(engine.__file__).parent != Path(_here):
     raise ImportError(f"samebits needs its own 'engine', but {engine.__file__} is already imported")
 
-LLM, RequestOutput, CompletionOutput = engine.LLM, engine.RequestOutput, engine.CompletionOutput
-SamplingParams = engine.SamplingParams
+from engine import LLM, CompletionOutput, RequestOutput, SamplingParams
+
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]

@@ -4,6 +4,7 @@
     python bench.py latency --only C,D64             a part, some workloads
     python bench.py --model qwen3-8b --json FILE --plot FILE.png
     python bench.py serve --help                     a server under load (benchmarks/serve.py)
+    python bench.py receipts --out FOLDER            the promise in six experiments (benchmarks/experiments.py)
 
 Parts: throughput (A, B and U, a load of your own: --user), latency (C, D, E, G), kernels (each op against its floor
 and a library), memory, price (against a twin that may follow the batch), start (a fresh process to its first token).
@@ -26,7 +27,7 @@ from pathlib import Path
 import torch
 
 import checkpoint
-from benchmarks import report, serve
+from benchmarks import experiments, report, serve
 from benchmarks.ops import BitsDiffer, measure_ops, measure_roof
 from benchmarks.serving import Server, Skipped, start_seconds
 from benchmarks.workloads import SHAPES, Workload, model_options, workloads
@@ -43,11 +44,12 @@ NO_CLAIM = "CPU figures are no claim"
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (default: all)")
+    add("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (default: all of these), or receipts")
     add("--model", help=f"folder, Hub id, or a shape with random weights: {', '.join(SHAPES)} (default: qwen3-8b on a "
         f"GPU, {DEFAULT_MODEL} on a CPU)")
     add("--device", choices=["auto", "cuda", "cpu"], default="auto")
-    add("--only", metavar="C,D64,A", help="only these workloads (parts without workloads run if they are named)")
+    add("--only", metavar="C,D64,A", help="only these workloads (parts without workloads run if they are named); "
+        "receipts: only these experiments, as in 1,4")
     add("--workloads", choices=["full", "small"], help="full: as the peers' (default on a GPU); small: for a CPU")
     add("--user", metavar="N,IN,OUT", help="workload U: N requests of IN prompt tokens and OUT output tokens")
     add("--reps", type=int, default=None, metavar="N", help="timed passes; A, B, E, G at most 2 (default: 3, CPU: 1)")
@@ -57,6 +59,9 @@ def build_parser() -> argparse.ArgumentParser:
         "more and lose much on a busy machine)")
     add("--json", metavar="FILE", help="write the result to this file, too, as it grows")
     add("--plot", metavar="FILE.png", help="draw it (needs matplotlib: pip install -e '.[bench]')")
+    add("--out", metavar="FOLDER", help="receipts: a JSON file and, with matplotlib, a figure an experiment")
+    add("--minutes", type=float, metavar="N", help="receipts: length of the search (default: 2, small: 0.4)")
+    add("--seed", type=int, metavar="N", help="receipts: only the search's case of this seed")
     return parser
 
 
@@ -209,6 +214,12 @@ def main(argv: list[str] | None = None, ops: Ops | None = None) -> int:
     if argv[:1] == ["serve"]:
         return serve.main(argv[1:], environment(pick_device("auto"), argv))
     args = (parser := build_parser()).parse_args(argv)
+    if args.parts == ["receipts"]:
+        try:
+            return experiments.main(args, environment(pick_device(args.device), argv), ops)
+        except (ValueError, OSError, torch.OutOfMemoryError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
     parts = args.parts or (["throughput", "latency"] if args.only else list(PARTS))
     if unknown := [part for part in parts if part not in PARTS]:
         parser.error(f"unknown part {unknown[0]!r}: these are {', '.join(PARTS)}")

@@ -2,8 +2,7 @@
 
 `BlockManager` deals in integers: token ids in, block ids out. It knows neither sequences' state nor the model. A block
 is free (reference count 0) or held by one or more sequences. A full block whose keys are computed can be *cached*: it
-is entered under the exact tokens it holds and the block before it, and stays findable, while free, until reused.
-"""
+is entered under the exact tokens it holds and the block before it, and stays findable, while free, until reused."""
 
 from collections import Counter, OrderedDict
 

@@ -1,8 +1,7 @@
 """Where a checkpoint's files are, and which tensors they hold.
 
 Owns the way from a model's name to tensors on disk; must not know what a tensor means. A checkpoint whose files
-contradict each other is refused before a weight is read: a stale tensor would not fail later, only answer wrongly.
-"""
+contradict each other is refused before a weight is read: a stale tensor would not fail later, only answer wrongly."""
 
 import json
 import math

@@ -9,12 +9,14 @@ from dataclasses import asdict, fields
 
 from engine import DEFAULT_MODEL, LLM, RequestOutput
 from sampler import SamplingParams, kind
+from tools.proof import prove
 
 EXAMPLES = """examples:
   python engine.py --prompt "Once upon a time"
   python engine.py --chat --system "Answer in one sentence." --prompt "Why is the sky blue?"
   python engine.py --model Qwen/Qwen3-0.6B --chat --no-think --prompt "Hello" --temperature 0.7 --seed 1
   cat story.txt | python engine.py --prompt -
+  python engine.py --prompt "Once upon a time" --receipt answer.jsonl && python engine.py --verify answer.jsonl
 """
 METAVARS = {int: "N", float: "X", str: "TEXT"}
 
@@ -61,7 +63,13 @@ def build_parser() -> argparse.ArgumentParser:
 
     add = parser.add_argument_group("output").add_argument
     add("--json", action="store_true", help="one JSON object a completion: text, ids, logprobs (only shown here)")
-    add("--fingerprint", action="store_true", help="print the name of everything that may change bits, and end")
+    add("--receipt", metavar="FILE", help="write one JSON object a completion, with which --verify can check it")
+    add("--trace", action="store_true", help="with --receipt: add a digest of every op's output, layer by layer")
+
+    add = parser.add_argument_group("proof", "Instead of a prompt.").add_mutually_exclusive_group().add_argument
+    add("--fingerprint", action="store_true", help="print the name of everything that may change bits, and its parts")
+    add("--verify", metavar="FILE", help="replay every receipt of a file in one prefill each; exit code 1 if one fails")
+    add("--selfcheck", action="store_true", help="compare schedules, and ways of serving this model, bit for bit")
     return parser
 
 
@@ -96,12 +104,14 @@ def print_json(llm: LLM, output: RequestOutput) -> None:
 
 def run(args: argparse.Namespace) -> int:
     start = time.perf_counter()
-    prompts = [] if args.fingerprint else read_prompts(args)
-    llm = LLM(**chosen(args, LLM), progress=sys.stderr.isatty())
-    if args.fingerprint:
-        print(llm.fingerprint)
-        return 0
-    own = {"logprobs": 0} if args.json else {}  # a record has the tokens' own logprobs, asked for or not
+    options = chosen(args, LLM) | {"progress": sys.stderr.isatty()}
+    if args.fingerprint or args.verify or args.selfcheck:
+        return prove(args, options)
+    prompts = read_prompts(args)
+    if args.receipt:
+        open(args.receipt, "a").close()  # fails now, not after the work
+    llm = LLM(**options)
+    own = {"logprobs": 0} if args.json or args.receipt else {}  # the tokens' own logprobs, asked for or not
     params = SamplingParams(**own | chosen(args, SamplingParams))
     inputs = prompts
     if args.chat:
@@ -128,6 +138,10 @@ def run(args: argparse.Namespace) -> int:
         if output.error:
             print(f"error: prompt {i}: {output.error}", file=sys.stderr)
     took = time.perf_counter() - loaded
+    if args.receipt:
+        made = [llm.receipt(o, c.index, args.trace) for o in outputs for c in o.outputs if c.finish_reason != "error"]
+        with open(args.receipt, "w") as file:
+            file.writelines(json.dumps(receipt) + "\n" for receipt in made)
     count = sum(len(out.token_ids) for output in outputs for out in output.outputs)
     print(f"{count} tokens in {took:.2f} s: {count / took:.1f} tokens/s on {llm.device.type} "
           f"(start {loaded - start:.1f} s)", file=sys.stderr)
@@ -135,10 +149,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point. Exit code 0, 1 (a request failed), 2 (bad arguments, model or environment), 130 (interrupted)."""
+    """Exit code 0, 1 (a request or a check failed), 2 (bad arguments, model or environment), 130 (interrupted)."""
     args = (parser := build_parser()).parse_args(argv)
     if (args.system or args.no_think) and not args.chat:
         parser.error("--system and --no-think need --chat")
+    if args.trace and not args.receipt:
+        parser.error("--trace needs --receipt")
     try:
         return run(args)
     except (ValueError, OSError) as error:

@@ -2,8 +2,7 @@
 
 One request's way: `add_request` turns it into `Sequence`s; each `step` asks the scheduler who computes what, has the
 runner compute it, and absorbs the tokens: text, log-probabilities, the end. `generate`, `chat`, `stream` and `score`
-are loops over `step`. Run as a program, this file is the command line (cli.py).
-"""
+are loops over `step`. Run as a program, this file is the command line (cli.py)."""
 
 import secrets
 import sys
@@ -150,10 +149,10 @@ class LLM:
             return max(1, CPU_CACHE_BYTES // block_bytes)
         if not 0 < utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {utilization}")
-        probe = self._new_cache(1)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
-        Runner(self.model, self.ops, probe, max_num_seqs, KV_TILE, True).profile(max_num_batched_tokens, max_num_seqs)
+        Runner(self.model, self.ops, self._new_cache(1), max_num_seqs, KV_TILE, True).profile(
+            max_num_batched_tokens, max_num_seqs)
         working = torch.cuda.max_memory_allocated(self.device) - before
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
@@ -165,26 +164,22 @@ class LLM:
                              "gpu_memory_utilization")
         return int(budget // block_bytes)
 
-    @cached_property
-    def fingerprint(self) -> str:
-        """Names everything that may change bits (receipts.py). Reads the weights once, the first time."""
-        weights = {"auto": lambda: receipts.weight_digest(self.folder), "dummy": lambda: "dummy",
-                   "updated": lambda: receipts.tensor_digest(self.model.weights, self.dtype)}[self.load_format]()
-        return receipts.fingerprint(
-            receipts.fingerprint_parts(self.config, self.ops, self.device, self.dtype, weights))
+    fingerprint_parts, fingerprint = cached_property(receipts.fingerprint_parts), property(receipts.fingerprint)
+    receipt, verify = receipts.make_receipt, receipts.verify  # the proof is a file of its own
 
     # The step interface.
 
     def add_request(self, prompt: str | list[int], params: SamplingParams | None = None, *,
-                    request_id: str | None = None, cache_salt: str | None = None, score_only: bool = False,
-                    add_special_tokens: bool = True) -> str:
+                    request_id: str | None = None, cache_salt: str | None = None, score_only: int = 0,
+                    observe: Callable | None = None, add_special_tokens: bool = True) -> str:
         """Queue a request and return its id; ValueError, and nothing queued, if it can never run. Requests with
-        different `cache_salt`s share no cached prefix."""
+        different `cache_salt`s share no cached prefix. `score_only` N: compute the prompt and stop, without logprobs of
+        its first N tokens; `observe` gets the sequence and the logits [num_rows, vocab_size] of the others."""
         if self.runner.kv_cache is None:
             raise RuntimeError(ASLEEP)
         params = (params or SamplingParams()).resolve(self.generation_config)
         token_ids = self._encode(prompt, add_special_tokens)
-        room = self.max_model_len - len(token_ids) + score_only
+        room = self.max_model_len - len(token_ids) + (score_only > 0)
         if room < 1:
             raise ValueError(f"the prompt has {len(token_ids)} tokens; with at least one to generate the limit is "
                              f"{self.max_model_len} (max_model_len)")
@@ -207,7 +202,7 @@ class LLM:
             seq = Sequence(list(token_ids), own, completion_seed(seed, index),
                            0 if score_only else min(params.max_tokens or room, room), ends, cache_salt)
             if own.prompt_logprobs is not None:
-                seq.prompt_logprobs = [None]
+                seq.prompt_logprobs, seq.observe = [None] * max(1, score_only), observe
             output.outputs.append(CompletionOutput(index, seq.seed, logprobs=None if params.logprobs is None else [],
                                                    top_logprobs=[] if params.logprobs else None))
             request.seqs.append(seq)
@@ -428,7 +423,7 @@ class LLM:
         reports. Text is tokenized apart and joined; give token ids where that matters."""
         before, after = self._encode(prompt, True), self._encode(completion, False)
         params = SamplingParams(temperature=0.0, prompt_logprobs=0)
-        output = self.generate([before + after], params, score_only=True)[0]
+        output = self.generate([before + after], params, score_only=len(before))[0]
         return [logprob for logprob, _ in output.prompt_logprobs[len(before) :]]
 
     def update_weights(self, weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -440,7 +435,7 @@ class LLM:
                                         dtypes={name: tensor.dtype for name, tensor in new.items()},
                                         tensors=lambda progress: new.items()))
         self.load_format = "updated"
-        self.__dict__.pop("fingerprint", None)
+        self.__dict__.pop("fingerprint_parts", None)
 
     def sleep(self) -> None:
         """Lend the memory of the KV cache and the CUDA graphs to others, until `wake`; the weights stay."""

@@ -2,8 +2,7 @@
 
 One decoder covers Qwen3, Qwen2 and Llama shapes; they differ in a few flags of `ModelConfig`. The forward pass is
 written in the ops of one `kernels.Ops` table and reads everything else from its arguments. It knows nothing of
-requests, scheduling or sampling.
-"""
+requests, scheduling or sampling."""
 
 import hashlib
 import math

@@ -1,46 +1,55 @@
-"""Which arithmetic an answer came from: the fingerprint.
+"""Which arithmetic an answer came from (the fingerprint), and proof that it did (receipts).
 
-`output bits = f(weights, prompt ids, sampling params, seed, fingerprint)`. Whatever may change bits is a part of it;
-nothing that may not (batch, ports, cache, restarts) is.
-"""
+`output bits = f(weights, prompt ids, sampling params, seed, fingerprint)`. Whatever may change bits is a part of the
+fingerprint; nothing that may not (batch, ports, cache, restarts) is. A receipt states both sides of that equation for
+one completion. Prefill and decode give the same bits, so one prefill checks it: every token is drawn again from its own
+logits. A receipt's digest is a checksum and no signature; what cannot be forged is the replay."""
 
 import hashlib
 import json
 import platform
 import re
 from contextlib import suppress
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from runpy import run_path
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
 from checkpoint import Checkpoint
-from kernels import Ops
 from kernels.tiles import numerics_hash
-from model import ModelConfig
 
 DIGEST_FILE = ".samebits-digest.json"
 
 
+def file_digest(file: Path) -> str:
+    """sha256 of a file, in hex. The Hub's cache names a large file by it: nothing is read then."""
+    blob = file.resolve()
+    if blob.parent.name == "blobs" and re.fullmatch("[0-9a-f]{64}", blob.name):
+        return blob.name
+    digest, shown = hashlib.sha256(), {"total": file.stat().st_size, "desc": f"digest of {file.name}", "leave": False}
+    with open(file, "rb") as raw, tqdm.wrapattr(raw, "read", **shown) as stream:
+        while chunk := stream.read(1 << 24):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
 def weight_digest(folder: Path) -> str:
-    """sha256 over the safetensors files, 16 hex digits; cached beside the model by each file's size and time."""
+    """sha256 over the safetensors files' names and sha256s, 16 hex digits; cached beside them, by size and time."""
     files = Checkpoint(folder).files
     stamp = {f.name: [f.stat().st_size, f.stat().st_mtime_ns] for f in files}
     cached = folder / DIGEST_FILE
     with suppress(OSError, ValueError, KeyError):  # there is none yet, or it is broken
         known = json.loads(cached.read_text())
-        if known["files"] == stamp:
+        if known["stamp"] == stamp:
             return known["digest"]
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(file.name.encode())
-        shown = {"total": stamp[file.name][0], "desc": f"digest of {file.name}", "leave": False}
-        with open(file, "rb") as raw, tqdm.wrapattr(raw, "read", **shown) as stream:
-            while chunk := stream.read(1 << 24):
-                digest.update(chunk)
+    digest = hashlib.sha256(json.dumps([[f.name, file_digest(f)] for f in files]).encode()).hexdigest()[:16]
     with suppress(OSError):  # a read-only folder: computed again next time
-        cached.write_text(json.dumps({"files": stamp, "digest": digest.hexdigest()[:16]}))
-    return digest.hexdigest()[:16]
+        cached.write_text(json.dumps({"stamp": stamp, "digest": digest}))
+    return digest
 
 
 def tensor_digest(weights: dict[str, torch.Tensor], dtype: torch.dtype) -> str:
@@ -58,18 +67,60 @@ def processor_kind() -> str:
     return found[1] if found else platform.processor() or platform.machine()
 
 
-def fingerprint_parts(config: ModelConfig, ops: Ops, device: torch.device, dtype: torch.dtype, weights: str) -> dict:
-    """Everything that may change bits, by name."""
-    parts = {"numerics": numerics_hash(), "dtype": str(dtype).removeprefix("torch."), "tp_style": "column",
-             "backend": ops.name, "torch": torch.__version__.split("+")[0], "weights": weights,
-             "config": hashlib.sha256(repr(config).encode()).hexdigest()[:16]}
-    if device.type == "cuda":
+def fingerprint_parts(llm) -> dict:
+    """Everything that may change bits, by name: end tokens, too, which min_tokens bans. Reads the weight files once."""
+    weights = "dummy" if llm.load_format == "dummy" else (
+        tensor_digest(llm.model.weights, llm.dtype) if llm.load_format == "updated" else weight_digest(llm.folder))
+    parts = {"numerics": numerics_hash(), "dtype": str(llm.dtype).removeprefix("torch."), "tp_style": "column",
+             "backend": llm.ops.name, "torch": torch.__version__.split("+")[0], "end_tokens": sorted(llm.eos_token_ids),
+             "weights": weights, "config": hashlib.sha256(repr(llm.config).encode()).hexdigest()[:16]}
+    if llm.device.type == "cuda":
         import triton
 
-        return parts | {"device": torch.cuda.get_device_name(device), "triton": triton.__version__}
+        return parts | {"device": torch.cuda.get_device_name(llm.device), "triton": triton.__version__}
     return parts | {"device": processor_kind(), "isa": torch.backends.cpu.get_cpu_capability()}
 
 
-def fingerprint(parts: dict) -> str:
+def fingerprint(llm) -> str:
     """"sb1-" and 20 hex digits of the sha256 of the parts."""
-    return "sb1-" + hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]
+    return "sb1-" + hashlib.sha256(json.dumps(llm.fingerprint_parts, sort_keys=True).encode()).hexdigest()[:20]
+
+
+def hex_words(logprobs: list[float]) -> list[str]:
+    """The bits of each fp32 logprob as 8 hex digits."""
+    return [f"{word:08x}" for word in np.array(logprobs, np.float32).view(np.uint32).tolist()]
+
+
+def receipt_digest(receipt: dict) -> str:
+    """sha256 of all of a receipt but the digest itself, 32 hex digits."""
+    return hashlib.sha256(json.dumps(receipt | {"digest": None}, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def make_receipt(llm, output, index: int = 0, trace: bool = False) -> dict:
+    """Receipt of a finished completion that was asked for logprobs; `trace`: with a digest of every op's output."""
+    out = output.outputs[index] if index < len(output.outputs) else None
+    if out is None or out.finish_reason in (None, "error") or not out.token_ids or out.logprobs is None:
+        raise ValueError(f"no receipt: there is no finished completion {index} with tokens, asked for with logprobs=0")
+    prompt, asked = output.prompt_token_ids, output.params
+    room = llm.max_model_len - len(prompt)
+    params = replace(asked, n=1, seed=out.seed, prompt_logprobs=None, min_tokens=min(asked.min_tokens, room),
+                     max_tokens=min(asked.max_tokens or room, room))
+    receipt = {"version": 1, "fingerprint": llm.fingerprint, "parts": llm.fingerprint_parts, "prompt_token_ids": prompt,
+               "params": {name: value for name, value in vars(params).items() if name != "seed"},
+               **{name: getattr(out, name) for name in ("seed", "token_ids", "text", "finish_reason", "stop_reason")},
+               "logprobs": hex_words(out.logprobs), "seconds": output.timings["total_s"]}
+    if trace:
+        receipt["trace"] = tool("verify")["replay"](llm, prompt, params, out.token_ids, True)[2]
+    receipt = json.loads(json.dumps(receipt))  # tuples are lists, and keys text, as they will be when it is read
+    return receipt | {"digest": receipt_digest(receipt)}
+
+
+def verify(llm, receipt: dict):
+    """Replay a receipt in one prefill; returns a `Verdict` (tools/verify.py). ValueError if that cannot be done."""
+    return tool("verify")["verify"](llm, receipt)
+
+
+@cache
+def tool(name: str) -> dict:
+    """What a file of tools/ defines. Loaded when asked for, by its path: it is found wherever the engine came from."""
+    return run_path(str(Path(__file__).parent / "tools" / f"{name}.py"))

@@ -2,8 +2,7 @@
 
 Owns the device-side inputs, the CUDA graphs of decode steps and the copies between host and device. A step is
 launched, and its results are collected later: meanwhile the host may launch the next one, whose inputs the device takes
-from `drawn`. Reads sequences and never changes them; knows nothing of text.
-"""
+from `drawn`. Reads sequences and never changes them; knows nothing of text."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -229,9 +228,10 @@ class Runner:
             targets = torch.tensor(seq.token_ids[token : min(token + LOGITS_SLAB, last)], device=self.device)
             row = token - 1 - seq.num_computed_tokens
             logits = self.model.logits(hidden_states[row : row + len(targets)].contiguous())
+            if seq.observe:
+                seq.observe(seq, logits)
             results = self.ops.logprobs(logits, targets, seq.params.prompt_logprobs)
-            for value, *top in zip(*(result.tolist() for result in results), strict=True):
-                found.append((value, dict(zip(*top, strict=True))))
+            found += [(value, dict(zip(*top))) for value, *top in zip(*(result.tolist() for result in results))]
         return found
 
     @torch.inference_mode()

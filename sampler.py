@@ -1,8 +1,7 @@
 """How the next token is chosen: the parameters of a request, and the choice itself for a batch of rows.
 
 A row's token is a function of its logits, its parameters, its seed and its position in its own sequence; this file
-never sees where in the batch a row stands, and the order of rows cannot enter.
-"""
+never sees where in the batch a row stands, and the order of rows cannot enter."""
 
 import hashlib
 import math

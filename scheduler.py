@@ -2,8 +2,7 @@
 
 A step computes, for each scheduled sequence, the next `num_scheduled_tokens` of its tokens: one for a decode, a chunk
 for a prefill, mixed freely. Order is first come, first served; when blocks run out, the youngest running sequence is
-preempted and later recomputed, which costs time and changes no bit. This file knows no tensors and no kernels.
-"""
+preempted and later recomputed, which costs time and changes no bit. This file knows no tensors and no kernels."""
 
 import time
 from collections import deque
@@ -35,6 +34,7 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)  # empty unless it is running
     block_uids: list[object] = field(default_factory=list)  # root, then those of the leading blocks that are full
     prompt_logprobs: list = field(default_factory=list)  # entry i belongs to prompt token i; entry 0 is None
+    observe: object = None  # a function of it and of the logits that its prompt logprobs come from
     arrival_time: float = field(default_factory=time.perf_counter)
     first_token_time: float | None = None
     finish_time: float | None = None

@@ -35,7 +35,7 @@ from cache import allocate_kv_cache
 from kernels import Ops, upload
 from kernels.tiles import KV_TILE
 from model import Batch, Model
-from runner import Runner, pack
+from runner import Runner
 from sampler import SamplingParams
 
 MAX_SCORES = 1 << 28  # attention scores held at a time by a backward pass: 1 GiB in fp32
@@ -299,6 +299,5 @@ def whole_sequences(model: Model, inputs: list[list[int]]) -> tuple[Batch, torch
     kv_cache = allocate_kv_cache(config.num_layers, num_blocks, config.num_kv_heads, config.head_dim, model.dtype,
                                  model.device)
     runner = Runner(model, model.ops, kv_cache, 1, model.cos_sin.shape[0], True)
-    shape, arrays, grid = runner._plan(seqs)
-    buffer, offsets = pack(shape, arrays)
-    return runner._batch(upload(buffer, model.device), offsets, shape, grid), kv_cache
+    fields = runner._plan(seqs)
+    return runner._batch(fields, fields["counts"].tolist())[0], kv_cache

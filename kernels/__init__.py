@@ -4,8 +4,7 @@ The contract: a row of any op's result depends on that row's inputs, the weights
 how many rows there are, where it stands among them, or how the work was cut. Each launcher states its `Reduction
 order:` (numerics, fixed) and its `Schedule:` (what may follow the batch without changing a bit).
 
-`Ops` is that table. The engine is handed one and calls nothing else, so a test or a benchmark can swap in another.
-"""
+`Ops` is that table. The engine is handed one and calls nothing else, so a test or a benchmark can swap in another."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -62,8 +61,7 @@ def reference_ops() -> Ops:
 
     return Ops("reference", lambda dtype: torch.float32, ref.embedding, ref.rms_norm, ref.linear, ref.rotary_and_cache,
                ref.silu_and_mul, ref.paged_attention, ref.logprobs, ref.argmax, ref.sample,
-               query_tile=lambda group, row_bytes: max(16, group) // group,
-               decode_programs=0)
+               query_tile=lambda group, row_bytes: max(16, group) // group, decode_programs=0)
 
 
 def triton_ops(device: torch.device, schedule: str = "auto", table=None) -> Ops:

@@ -2,8 +2,7 @@
 
 A work item (kernels/work.py) is a run of query tokens of one sequence and the KV splits it must see. A program walks
 all of them, or, when decode rows alone would leave the GPU idle, a sequence's splits are dealt out to several items and
-`merge_kernel` joins the partial results. Both ways add the same splits in the same order through the same `merge`.
-"""
+`merge_kernel` joins the partial results. Both ways add the same splits in the same order through the same `merge`."""
 
 import torch
 import triton

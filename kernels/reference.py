@@ -9,8 +9,7 @@ Batch invariance by construction, from three rules:
 3. Everything else is +, -, *, /, sqrt, max or a comparison: correctly rounded or exact, whatever the loop around it.
 
 Products are fp32: a product of two bf16 or fp16 numbers is exact in it, so `x.float() @ w.float()` is the GPU's
-"16 bits in, fp32 accumulate", and the CPU backend keeps its weights in fp32 (exactly the same values).
-"""
+"16 bits in, fp32 accumulate", and the CPU backend keeps its weights in fp32 (exactly the same values)."""
 
 import math
 

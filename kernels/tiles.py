@@ -3,8 +3,7 @@
 *Numerics* are the choices that decide bits: rounding points, the leaves of a sum, the KV tile and split. They depend
 on the model's shape alone, are printed in the README, hashed into the fingerprint and guarded by golden digests.
 *Schedules* are the choices that do not: tile shapes, warps, stages, how many programs share a sum. They may follow the
-batch, and the self-check compares every one of them with the reference schedule bit for bit.
-"""
+batch, and the self-check compares every one of them with the reference schedule bit for bit."""
 
 import hashlib
 import json

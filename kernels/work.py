@@ -1,8 +1,7 @@
 """The work list of paged attention: which query tokens meet which KV splits, and who merges.
 
 Planned once a step on the host with NumPy. How the work is cut is schedule: it may follow the batch, because every
-cut adds the same splits in the same order.
-"""
+cut adds the same splits in the same order."""
 
 from dataclasses import dataclass, field
 

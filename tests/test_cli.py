@@ -179,7 +179,10 @@ def test_help(capsys):
 def test_fingerprint(llm, call, tmp_path):
     """The same twice; another for another dtype, other weights or another config; not for another batch size."""
     code, first, _ = call("--fingerprint")
-    assert (code, first) == (0, llm.fingerprint + "\n") and first.startswith("sb1-")
+    name, *parts = first.splitlines()
+    assert (code, name) == (0, llm.fingerprint) and first.startswith("sb1-")
+    assert {part.split()[0]: part.split(maxsplit=1)[1] for part in parts} == {
+        name: str(value) for name, value in llm.fingerprint_parts.items()}
     assert call("--fingerprint", "--max-num-seqs", "3", "--no-enable-prefix-caching")[1] == first
     others = [call("--fingerprint", "--dtype", "float16")[1],
               call("--fingerprint", model=write_text_folder(tmp_path / "theta", rope_theta=9.0))[1]]

@@ -1,6 +1,7 @@
 """The reduction law, tested where it runs: every schedule of a table against the reference schedule, bit for bit.
 
     python tools/selfcheck.py [--dtype bfloat16] [--table auto]
+    python engine.py --selfcheck [--model ...]      the schedules this model uses, then tools/selfcheck_serving.py
 
 The law says that tiles, warps, stages and the way work is shared leave the bits alone. That is an observation about a
 compiler and a chip, so it is checked on the machine at hand, on random and on hard inputs. Exit code 1 if a schedule
@@ -25,7 +26,10 @@ from kernels import same_bits
 from kernels.tiles import (
     CONSERVATIVE,
     KV_TILE,
+    PLAIN,
     REFERENCE,
+    WALK,
+    AttentionSchedule,
     LinearSchedule,
     Schedules,
     schedules,
@@ -53,6 +57,7 @@ class Check:
     op: str
     what: str
     same: bool
+    schedule: LinearSchedule | AttentionSchedule | None = None  # the one that is to blame if it is not
 
 
 def check_linear(device, dtype, schedules: list[LinearSchedule], K: int) -> Iterator[Check]:
@@ -69,7 +74,7 @@ def check_linear(device, dtype, schedules: list[LinearSchedule], K: int) -> Iter
             for schedule in schedules:
                 same = all(same_bits(linear(x[:m], w, None, leaves, out, schedule, arrived), expected[out][:m])
                            for m in ROWS for out in expected)
-                yield Check("linear", f"{dtype}, K={K}, {leaves} leaves, {kind}, {schedule}", same)
+                yield Check("linear", f"{dtype}, K={K}, {leaves} leaves, {kind}, {schedule}", same, schedule)
 
 
 def attention_inputs(device, dtype, heads: int, kv_heads: int, head_dim: int, length: int):
@@ -103,11 +108,11 @@ def attention_work(device, table, positions: np.ndarray, query_tile: int | None,
                          max_partials=int(merges[:, 2].sum()))
 
 
-def check_attention(device, dtype, table: Schedules, length: int = 1111) -> Iterator[Check]:
+def check_attention(device, dtype, table: Schedules, shapes, length: int = 1111) -> Iterator[Check]:
     """Prefill whole and in odd chunks, decode rows walked and split, against the reference prefill."""
     from kernels.attention import paged_attention
 
-    for heads, kv_heads, head_dim in ATTENTION_SHAPES:
+    for heads, kv_heads, head_dim in shapes:
         q, k, v, blocks = attention_inputs(device, dtype, heads, kv_heads, head_dim, length)
         row_bytes = head_dim * dtype.itemsize
         decodes, prefill = table.attention_for(row_bytes)
@@ -125,12 +130,12 @@ def check_attention(device, dtype, table: Schedules, length: int = 1111) -> Iter
         for cuts in ([0, length], [0, 77, 640, 1000, length]):
             parts = [run(every[a:b], prefill, tile) for a, b in zip(cuts, cuts[1:], strict=False)]
             yield Check("attention", f"{dtype}, {heads}/{kv_heads}x{head_dim}, prefill cut at {cuts}, {prefill}",
-                        same_bits(torch.cat(parts), expected))
+                        same_bits(torch.cat(parts), expected), prefill)
         rows = np.unique(np.concatenate([every[::37], [0, 1, 63, 64, 255, 256, 257, length - 1]]))
         # Sequences whole, in runs of splits, each split alone.
         for decode, slots in itertools.product(sorted(set(decodes), key=str), (0, 40, 10**6)):
             yield Check("attention", f"{dtype}, {heads}/{kv_heads}x{head_dim}, decode in {slots} slots, {decode}",
-                        same_bits(run(rows, decode, None, slots), expected[torch.from_numpy(rows).to(device)]))
+                        same_bits(run(rows, decode, None, slots), expected[torch.from_numpy(rows).to(device)]), decode)
 
 
 def check_norm(device, dtype) -> Iterator[Check]:
@@ -151,12 +156,12 @@ def check_norm(device, dtype) -> Iterator[Check]:
         yield Check("rms_norm", f"{dtype}, N={N}, sliced", same_bits(rms_norm(shifted, weight, 1e-6), expected))
 
 
-def check_rotary(device, dtype) -> Iterator[Check]:
+def check_rotary(device, dtype, shapes) -> Iterator[Check]:
     """QK-norm fused with rotary against QK-norm, then rotary: rotating by position 0 leaves the norm alone."""
     from kernels.rotary import rotary_and_cache
 
     generator = torch.Generator(device).manual_seed(0)
-    for heads, kv_heads, D in ATTENTION_SHAPES:
+    for heads, kv_heads, D in shapes:
         total, n = heads + 2 * kv_heads, 33
         qkv = torch.randn((n, total * D), generator=generator, device=device).to(dtype)
         weights = [torch.randn(D, generator=generator, device=device).to(dtype) for _ in range(2)]
@@ -182,8 +187,10 @@ def check_rotary(device, dtype) -> Iterator[Check]:
                     all(same_bits(a[9:10], b) for a, b in zip(fused, alone, strict=True)))
 
 
-def check_schedules(device: torch.device, dtype: torch.dtype, table: Schedules, K: int | None) -> Iterator[Check]:
-    """Every schedule of `table` for this dtype; yields as it goes. Products of length K, or, without, the other ops."""
+def check_schedules(device: torch.device, dtype: torch.dtype, table: Schedules, K: int | None,
+                    shapes=ATTENTION_SHAPES) -> Iterator[Check]:
+    """Every schedule of `table` for this dtype; yields as it goes. Products of length K, or, without, the other ops, of
+    attention for `shapes`."""
     if dtype == torch.float32:  # plain cores: one schedule, so the rows and the sharing of leaves are what is left
         one = table.linear_for(1, 272, 1, 4)
         products = [one, replace(one, split=True)]
@@ -193,8 +200,28 @@ def check_schedules(device: torch.device, dtype: torch.dtype, table: Schedules, 
         yield from check_linear(device, dtype, products, K)
     else:
         yield from check_norm(device, dtype)
-        yield from check_rotary(device, dtype)
-        yield from check_attention(device, dtype, table)
+        yield from check_rotary(device, dtype, shapes)
+        yield from check_attention(device, dtype, table, shapes)
+
+
+def without(table: Schedules, failed: set) -> Schedules:
+    """`table` with the reference's schedule in the place of each that failed."""
+    def passed(one, instead):
+        return instead if one in failed else one
+
+    linear = tuple((bound, *(passed(one, PLAIN) for one in found)) for bound, *found in table.linear)
+    return replace(table, linear=linear, decode=tuple(passed(one, WALK) for one in table.decode),
+                   prefill=passed(table.prefill, WALK))
+
+
+def report(done: list[Check]) -> bool:
+    """Print what differs, and the counts by op. Whether all agree."""
+    for check in done:
+        if not check.same:
+            print(f"DIFFERS: {check.op}: {check.what}")
+    for (op, same), count in sorted(Counter((c.op, c.same) for c in done).items()):
+        print(f"{op:10s} {count:5d} {'same bits' if same else 'DIFFERENT'}")
+    return all(c.same for c in done)
 
 
 def main() -> int:
@@ -209,12 +236,7 @@ def main() -> int:
     table = CONSERVATIVE if args.table == "conservative" else schedules("auto", torch.cuda.get_device_capability())
     done = [check for K in tqdm((None, *LENGTHS), "lengths of K", leave=False)
             for check in check_schedules(device, getattr(torch, args.dtype), table, K)]
-    for check in done:
-        if not check.same:
-            print(f"DIFFERS: {check.op}: {check.what}")
-    for (op, same), count in sorted(Counter((c.op, c.same) for c in done).items()):
-        print(f"{op:10s} {count:5d} {'same bits' if same else 'DIFFERENT'}")
-    return 0 if all(c.same for c in done) else 1
+    return 0 if report(done) else 1
 
 
 if __name__ == "__main__":

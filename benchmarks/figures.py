@@ -13,7 +13,8 @@ def product(axes, r: dict) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(r["rows"], [str(rows) for rows in r["rows"]])
     axes.set(title="Does a row of a matrix product change when other rows join it?", xlabel="rows in the product",
-             ylabel=f"of the row's {r['N']:,} numbers, how many changed", ylim=(-0.03 * r["N"], None))
+             ylabel=f"of the row's {r['N']:,} numbers, how many changed",
+             ylim=(-0.05 * max(1, *r["library"]["words"], *r["samebits"]["words"]), None))
 
 
 def feynman(axes, r: dict) -> None:
@@ -28,7 +29,8 @@ def feynman(axes, r: dict) -> None:
 def price(axes, r: dict) -> None:
     bars = {"samebits": median(r["samebits"]["walls_s"]),
             "the same engine,\nbits may follow the batch": median(r["twin"]["walls_s"]),
-            **{peer["what"].replace(" (", "\n("): min(peer["wall_s"]) for peer in r["peers"].values()}}
+            **{peer["what"].replace(" (", "\n(").replace(" VLLM", "\nVLLM"): min(peer["wall_s"])
+               for peer in r["peers"].values()}}
     colors = [OURS, OTHER] + ["lightgrey"] * len(r["peers"])
     axes.bar(list(bars), [r["out_tokens"] / seconds for seconds in bars.values()], color=colors)
     axes.set(title=f"What does the promise cost? {r['load']} tokens: {r['price_percent']:+.1f} % time",

@@ -1,4 +1,4 @@
-"""The promise in five experiments, each with a figure: ours beside an engine whose bits may follow the batch.
+"""The promise in six experiments, each with a figure: ours beside an engine whose bits may follow the batch.
 
     python bench.py receipts [--only 1,4] [--out FOLDER] [--minutes 10] [--model qwen3-8b]
 

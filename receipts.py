@@ -42,7 +42,7 @@ def weight_digest(folder: Path) -> str:
     files = Checkpoint(folder).files
     stamp = {f.name: [f.stat().st_size, f.stat().st_mtime_ns] for f in files}
     cached = folder / DIGEST_FILE
-    with suppress(OSError, ValueError, KeyError):  # there is none yet, or it is broken
+    with suppress(OSError, ValueError, KeyError, TypeError):  # there is none yet, or it is broken
         known = json.loads(cached.read_text())
         if known["stamp"] == stamp:
             return known["digest"]
@@ -99,7 +99,7 @@ def receipt_digest(receipt: dict) -> str:
 def make_receipt(llm, output, index: int = 0, trace: bool = False) -> dict:
     """Receipt of a finished completion that was asked for logprobs; `trace`: with a digest of every op's output."""
     out = output.outputs[index] if index < len(output.outputs) else None
-    if out is None or out.finish_reason in (None, "error") or not out.token_ids or out.logprobs is None:
+    if out is None or out.finish_reason in (None, "error", "abort") or not out.token_ids or out.logprobs is None:
         raise ValueError(f"no receipt: there is no finished completion {index} with tokens, asked for with logprobs=0")
     prompt, asked = output.prompt_token_ids, output.params
     room = llm.max_model_len - len(prompt)
@@ -111,7 +111,9 @@ def make_receipt(llm, output, index: int = 0, trace: bool = False) -> dict:
                "logprobs": hex_words(out.logprobs), "seconds": output.timings["total_s"]}
     if trace:
         receipt["trace"] = tool("verify")["replay"](llm, prompt, params, out.token_ids, True)[2]
-    receipt = json.loads(json.dumps(receipt))  # tuples are lists, and keys text, as they will be when it is read
+    receipt["params"]["logit_bias"] = {int(token): value for token, value in params.logit_bias.items()}
+    # As it will be when it is read: tuples are lists, keys are text, NumPy's numbers plain ones.
+    receipt = json.loads(json.dumps(receipt, default=lambda number: number.item()))
     return receipt | {"digest": receipt_digest(receipt)}
 
 

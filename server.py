@@ -1,12 +1,14 @@
 """The server: OpenAI's HTTP API over the same `LLM`. This file is its command line; server_parts/ is the rest."""
 
 import argparse
+import ipaddress
 import json
 import logging
 import os
 import socket
 import sys
 import time
+from contextlib import suppress
 
 import cli
 from engine import LLM
@@ -82,6 +84,13 @@ def configure_logging() -> logging.Logger:
     return logging.getLogger("samebits")
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address, or a name that stands for one."""
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host.lower() in LOOPBACK
+
+
 def bind(host: str, port: int) -> socket.socket:
     """A socket on the address, which clients cannot reach until the server listens. OSError, before any weights are
     read, if it is taken."""
@@ -119,10 +128,11 @@ def run(args: argparse.Namespace) -> int:
     listener, host = bind(args.host, args.port), f"[{args.host}]" if ":" in args.host else args.host
     log = configure_logging()
     key = args.api_key or os.environ.get(KEY_VARIABLE)
-    if args.host not in LOOPBACK and not key:
+    is_local = is_loopback(args.host)
+    if not is_local and not key:
         log.warning("listening beyond this machine without an API key: anyone who reaches it may use it")
     llm = LLM(**cli.chosen(args, LLM), progress=sys.stderr.isatty())
-    hosts = (*LOOPBACK, *args.allowed_host) if args.host in LOOPBACK else tuple(args.allowed_host)
+    hosts = (*LOOPBACK, args.host, *args.allowed_host) if is_local else tuple(args.allowed_host)
     settings = Settings(args.served_model_name or args.model, key, tuple(args.allowed_origins), allowed_hosts=hosts,
                         **{name: getattr(args, name) for name in LIMITS})
     about = {"model": settings.model_name, "fingerprint": llm.fingerprint, "device": str(llm.device),

@@ -3,6 +3,7 @@ time a server that sends thousands of pieces a second."""
 
 import asyncio
 import json
+import re
 import ssl
 import time
 from collections.abc import AsyncIterator
@@ -42,7 +43,10 @@ class Client:
                 head.append(f"Authorization: Bearer {self.api_key}")
             writer.write("\r\n".join(head + ["", ""]).encode() + content)
             await writer.drain()
-            status = int((await reader.readuntil(b"\r\n")).split()[1])
+            line = await reader.readuntil(b"\r\n")
+            if not (found := re.match(rb"HTTP/1\.[01] (\d{3})\b", line)):
+                raise ConnectionError(f"no HTTP answer: {line[:60]!r}")
+            status = int(found[1])
             lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").splitlines()
             headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
             return status, headers, reader, writer
@@ -56,7 +60,7 @@ class Client:
         try:
             if status != 200:
                 raise Refused(status, (await reader.read(2000)).decode("utf-8", "replace")[:300])
-            if headers.get("transfer-encoding") == "chunked":
+            if headers.get("transfer-encoding", "").lower() == "chunked":
                 while size := int((await reader.readuntil(b"\r\n")).split(b";")[0], 16):
                     yield (await reader.readexactly(size + 2))[:-2]
             elif "content-length" in headers:

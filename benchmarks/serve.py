@@ -325,7 +325,7 @@ def run(args: argparse.Namespace, result: dict) -> None:
         every = workloads(vocab_size, small, user)
         if args.workload not in every:
             raise ValueError(f"unknown workload {args.workload!r}: these are {', '.join(every)}")
-        client = Client(url, args.api_key or os.environ.get("OPENAI_API_KEY"))
+        client = Client(url, args.api_key or os.environ.get("OPENAI_API_KEY" if args.base_url else "SAMEBITS_API_KEY"))
         model = args.model if args.base_url else None
         return Load(client, model, every[args.workload], vocab_size, args.seed, args.timeout), every
 

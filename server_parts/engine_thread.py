@@ -9,6 +9,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -102,6 +103,8 @@ class EngineThread:
     def submit(self, jobs: list[Job]) -> None:
         """Queue the jobs of one HTTP request, for which there is room."""
         self._commands.put(("add", jobs))
+        if not self.is_alive:  # it ended since there was room
+            self._deliver(self._refusals())
 
     def abort(self, jobs: list[Job]) -> None:
         """End these jobs wherever they are; those that are done stay done."""
@@ -131,9 +134,12 @@ class EngineThread:
             log.critical("the engine thread ended", exc_info=True)
             self.is_alive = False
             self._fail(list(self._jobs.values()), "the engine stopped")
+            self._outbox += self._refusals()
+            self._flush()  # before the server drains: what it waits for must have been told
             self.on_lost()
         finally:
             self.is_alive = False
+            self._outbox += self._refusals()
             self._flush()
 
     def _obey(self) -> bool:
@@ -218,6 +224,15 @@ class EngineThread:
         for job in jobs:
             del self._jobs[job.output.request_id]
             self._outbox.append(Event(job, is_last=True, error=RequestError(500, message)))
+
+    def _refusals(self) -> list[Event]:
+        """What to tell the jobs that are still queued when nobody will take them."""
+        queued: list[Job] = []
+        with suppress(queue.Empty):
+            while True:
+                name, jobs = self._commands.get_nowait()
+                queued += jobs if name == "add" else []
+        return [Event(job, is_last=True, error=RequestError(503, "the engine stopped")) for job in queued]
 
     def _flush(self) -> None:
         """Hand this round's events to the loop, in one wake-up."""

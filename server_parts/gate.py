@@ -16,7 +16,7 @@ DISCARD_FACTOR = 8  # of a body that is too large, so many limits are read and d
 
 def host_name(header: bytes) -> str:
     """The name in a Host header: no port, no brackets, lower case. "" if it is none."""
-    match = re.fullmatch(r"(\[[^\]]*\]|[^:]*)(:\d*)?", header.decode("latin-1"))
+    match = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^:\[\]]*)(:\d*)?", header.decode("latin-1"))
     return match[1].strip("[]").lower() if match else ""
 
 

@@ -1,5 +1,6 @@
 """`bench.py serve` on the embedded model: what it prints, and what it refuses to print."""
 
+import asyncio
 import json
 
 import pytest
@@ -12,6 +13,7 @@ from test_bench import TINY_LOADS
 from test_server import assert_all_given_back, serve
 
 import bench
+from benchmarks.client import Client
 from benchmarks.twins import batch_dependent
 from engine import LLM
 from kernels import reference_ops
@@ -84,3 +86,24 @@ def test_what_cannot_be_measured_is_said(call):
                         (("--no-overhead", "--device", "cpu", "--server-args=--max-n=0"), "the server did not start")):
         code, lines, err = call(*args)
         assert code == 2 and words in err and not lines, (args, err)
+
+
+@pytest.mark.parametrize("answer, fails", [
+    (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: Chunked\r\n\r\n8\r\n{\"a\": 1}\r\n0\r\n\r\n", False),
+    (b"\r\n\r\n", True), (b"SSH-2.0-x\r\n\r\n", True)])
+def test_the_client_knows_http_when_it_sees_it(answer, fails):
+    async def run():
+        async def say(reader, writer):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(answer)
+            writer.close()
+
+        async with await asyncio.start_server(say, "127.0.0.1", 0) as server:
+            host, port = server.sockets[0].getsockname()
+            return await Client(f"http://{host}:{port}", None).fetch("GET", "/")
+
+    if fails:
+        with pytest.raises(ConnectionError, match="no HTTP"):
+            asyncio.run(run())
+    else:
+        assert asyncio.run(run()) == {"a": 1}

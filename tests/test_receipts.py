@@ -4,8 +4,10 @@ A forger here is thorough: unless a test says otherwise, a changed receipt gets 
 """
 
 import json
+import shutil
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT
@@ -326,3 +328,44 @@ def test_weights_digest_of_a_hub_blob(tmp_path):
         link.unlink(missing_ok=True)
         link.symlink_to(blob)
         assert (file_digest(link) == name) == trusted
+
+
+def test_a_part_of_an_answer_is_not_passed_off_as_aborted(llm):
+    """Where an abort fell cannot be replayed: an aborted answer gets no receipt, and one that claims it is refused."""
+    made = ask(llm, temperature=0.0)
+    part = made["token_ids"][:8]
+    text = llm.tokenizer.decode(part)
+    assert "goes on after token 7" in only_problem(llm, forged(
+        made, token_ids=part, logprobs=made["logprobs"][:8], text=text, finish_reason="abort"))
+    output = llm.requests[llm.add_request(PROMPT, SamplingParams(logprobs=0, temperature=0.0, max_tokens=20))].output
+    while len(output.outputs[0].token_ids) < 3:
+        llm.step()
+    llm.abort(output.request_id)
+    with pytest.raises(ValueError, match="no receipt"):
+        llm.receipt(output)
+
+
+def test_parameters_from_numpy(llm):
+    asked = {"temperature": np.float32(0.7), "max_tokens": np.int64(6), "seed": np.int64(3),
+             "logit_bias": {np.int64(14): np.float32(0.5)}}
+    made = ask(llm, **asked)
+    assert llm.verify(json.loads(json.dumps(made))).verified
+    assert made["token_ids"] == ask(llm, **{"temperature": float(np.float32(0.7)), "max_tokens": 6, "seed": 3,
+                                            "logit_bias": {14: 0.5}})["token_ids"]
+
+
+def test_what_cannot_be_read_is_a_value_error(llm, receipt):
+    deep: list = []
+    for _ in range(100_000):
+        deep = [deep]
+    for changes in ({"parts": {"torch": deep}}, {"seconds": -1.0}):
+        with pytest.raises(ValueError, match=next(iter(changes))):
+            llm.verify(receipt | changes)
+
+
+def test_a_broken_digest_cache_is_made_anew(tmp_path):
+    folder = shutil.copytree(ROOT / "models" / "embedded", tmp_path / "model")
+    whole = receipts.weight_digest(folder)
+    for broken in ("[]", "3", "{", '{"stamp": 1}'):
+        (folder / receipts.DIGEST_FILE).write_text(broken)
+        assert receipts.weight_digest(folder) == whole

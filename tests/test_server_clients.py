@@ -17,6 +17,7 @@ httpx = pytest.importorskip("httpx")
 from test_server import STORY, assert_all_given_back, post, serve
 
 from engine import LLM
+from server import is_loopback
 from server_parts import connection
 
 STATM = Path("/proc/self/statm")
@@ -182,12 +183,17 @@ def test_slow_readers_hold_up_nobody(monkeypatch):
         steady.close()
 
 
+def test_every_loopback_address_is_local():
+    local = {host: is_loopback(host) for host in ("127.0.0.1", "127.0.0.2", "::1", "localhost", "0.0.0.0", "::", "box")}
+    assert [host for host in local if local[host]] == ["127.0.0.1", "127.0.0.2", "::1", "localhost"]
+
+
 def test_only_our_own_names_are_answered_to():
     """A page of rebound.example, whose name leads to this machine, sends that name."""
     llm = LLM(progress=False, num_gpu_blocks_override=16)
     ours = ("localhost", "LOCALHOST:1", "127.0.0.1:8000", "[::1]", "[::1]:80", "box.example:8000")
     others = ("rebound.example", "rebound.example:8000", "localhost.rebound.example", "127.0.0.1.nip.io", "", "[",
-              "::1", "localhost:80:80", "[::1", "evil@localhost", "127.0.0.2")
+              "::1", "localhost:80:80", "[::1", "[localhost", "[localhost]", "evil@localhost", "127.0.0.2")
     with serve(llm, allowed_hosts=("localhost", "127.0.0.1", "::1", "Box.Example")) as (url, _), \
             httpx.Client(base_url=url) as http:
         for host in ours:

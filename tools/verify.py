@@ -24,7 +24,7 @@ from sampler import SamplingParams
 WHOLE, REAL, TEXT, OBJECT, IDS = r"-?\d+", r"-?\d[\d.e+-]*", '".*"', "{.*}", r"\[\d+(, \d+)*]"
 FIELDS = {"version": "1", "fingerprint": TEXT, "parts": OBJECT, "prompt_token_ids": IDS, "params": OBJECT,
           "seed": WHOLE, "token_ids": IDS, "logprobs": r'\[("[0-9a-f]{8}"(, |(?=])))+]', "text": TEXT,
-          "finish_reason": TEXT, "stop_reason": TEXT + r"|\d+|null", "seconds": r"[\d.e-]{1,24}", "digest": TEXT}
+          "finish_reason": TEXT, "stop_reason": TEXT + r"|\d+|null", "seconds": r"\d[\d.e-]{0,23}", "digest": TEXT}
 PARAMS = {p.name: {int: WHOLE, float: REAL, bool: "true|false"}.get(sampler.kind(p), r"\[.*]")
           for p in fields(SamplingParams) if p.name != "seed"} | {
     "n": "1", "stop_token_ids": IDS + r"|\[]", "logit_bias": rf'{{("\d+": {REAL}(, |(?=}})))*}}',
@@ -41,7 +41,11 @@ def check_format(receipt) -> SamplingParams:
         for name in sorted(patterns.keys() ^ given.keys()):
             raise ValueError(f"{what} {'has an unknown field' if name in given else 'lacks'} {name!r}")
         for name, pattern in patterns.items():
-            if not re.fullmatch(pattern, text := json.dumps(given[name])):
+            try:
+                text = json.dumps(given[name])
+            except (RecursionError, TypeError) as error:
+                raise ValueError(f"{what}: {name} cannot be written as JSON") from error
+            if not re.fullmatch(pattern, text):
                 raise ValueError(f"{what}: {name} must be {pattern}, not {text:.60}")
     if (count := len(receipt["token_ids"])) != len(receipt["logprobs"]):
         raise ValueError(f"the receipt has {count} token_ids but {len(receipt['logprobs'])} logprobs")
@@ -96,7 +100,7 @@ def find_problems(llm, receipt: dict, params: SamplingParams) -> Iterator[str]:
         out, end = request.output.outputs[0], receipt["finish_reason"]
         if len(token_ids) > (count := len(out.token_ids)):
             yield f"the completion ends ({out.finish_reason}) after token {count - 1}, the receipt goes on"
-        elif out.finish_reason == "abort" != end:
+        elif out.finish_reason == "abort":
             yield f"the completion goes on after token {count - 1}, where the receipt ends ({end})"
         else:
             yield from (f"{name} is {receipt[name]!r} in the receipt, but the tokens make {getattr(out, name)!r}"

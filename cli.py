@@ -9,7 +9,6 @@ from dataclasses import asdict, fields
 
 from engine import DEFAULT_MODEL, LLM, RequestOutput
 from sampler import SamplingParams, kind
-from tools.proof import prove
 
 EXAMPLES = """examples:
   python engine.py --prompt "Once upon a time"
@@ -106,6 +105,8 @@ def run(args: argparse.Namespace) -> int:
     start = time.perf_counter()
     options = chosen(args, LLM) | {"progress": sys.stderr.isatty()}
     if args.fingerprint or args.verify or args.selfcheck:
+        from tools.proof import prove  # no other run needs it
+
         return prove(args, options)
     prompts = read_prompts(args)
     if args.receipt:

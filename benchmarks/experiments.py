@@ -225,7 +225,8 @@ class Experiments:
         canary = max((w for w in every.values() if w.name[0] == "D"), key=lambda w: len(w.outputs))
         server = Server(self.options, self.config, self.device, self.ops, measure_roof(self.device, self.dtype), canary,
                         2)
-        ours, twin = server.measure(load), server.measure(load, twin=True)
+        ours, self.fingerprint = server.measure(load), server.engine(load).fingerprint
+        twin = server.measure(load, twin=True)
         server.release()
         peers = {name: {"what": peer["what"], "wall_s": peer["A_wall_s"]} for name, peer in self.peers.items()}
         result = {"load": load.load, "out_tokens": sum(load.outputs), "samebits": {"walls_s": ours.walls},

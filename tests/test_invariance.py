@@ -8,6 +8,7 @@ import itertools
 import json
 import random
 from functools import cache
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ import kernels
 from benchmarks.twins import batch_dependent
 from engine import LLM
 from kernels import same_bits
+from runner import empty_fields, pack
 from sampler import SamplingParams
 
 LENGTHS = (1, 2, 31, 63, 64, 65, 100, 127, 129, 190, 191, 250, 256, 257, 300, 321)  # block, tile, split, chunk borders
@@ -236,3 +238,28 @@ def test_a_cache_block_has_the_same_bytes_whoever_wrote_it(tiny_folder):
     assert written[0].isfinite().all()
     for other in written[1:]:
         assert same_bits(written[0], other)
+
+
+def test_what_a_graph_is_fed(tiny_folder, monkeypatch):
+    """Three sequences in a graph of four: the live rows are theirs; padding has no slot and writes no key."""
+    llm = LLM(tiny_folder, load_format="dummy", device="cpu", num_gpu_blocks_override=16, progress=False)
+    runner = llm.runner
+    for prompt in ([5, 6, 7], [8] * 70, [9]):
+        llm.add_request(prompt, SamplingParams(max_tokens=4, ignore_eos=True))
+    llm.step()
+    live = runner._plan(llm.scheduler.schedule())
+    fed = torch.full((sum(-(-array.size // 4) * 4 for array in empty_fields(4, 4, runner.max_blocks, 4).values()),), 77,
+                     dtype=torch.int32)
+    runner.graphs[4, False] = fed, SimpleNamespace(replay=lambda: None)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    runner._run_graph(live, 4)
+    _, places = pack(empty_fields(4, 4, runner.max_blocks, 4))
+    found = {name: fed[place].numpy() for name, place in places.items()}
+    assert found["slot_mapping"].tolist() == [*live["slot_mapping"].tolist(), -1]
+    assert found["positions"].tolist() == [3, 70, 1, 0]
+    tables = found["block_tables"].reshape(4, -1)
+    assert (tables[:3, :2] == live["block_tables"]).all() and not tables[3].any() and not tables[:, 2:].any()
+    items = found["decode_items"]
+    assert items[: live["decode_items"].size].tolist() == live["decode_items"].reshape(-1).tolist()
+    assert (items[live["decode_items"].size :] == 77).all(), "the dead tail of the work list stays behind"
+    assert found["counts"].tolist() == [0, 3, 0]

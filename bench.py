@@ -30,7 +30,7 @@ import checkpoint
 from benchmarks import experiments, report, serve
 from benchmarks.ops import BitsDiffer, measure_ops, measure_roof
 from benchmarks.serving import Server, Skipped, start_seconds
-from benchmarks.workloads import SHAPES, Workload, model_options, workloads
+from benchmarks.workloads import LIMITS, SHAPES, Workload, model_options, workloads
 from engine import DEFAULT_MODEL, pick_device, pick_dtype
 from kernels import Ops, make_ops
 from model import ModelConfig
@@ -55,13 +55,16 @@ def build_parser() -> argparse.ArgumentParser:
     add("--reps", type=int, default=None, metavar="N", help="timed passes; A, B, E, G at most 2 (default: 3, CPU: 1)")
     add("--max-num-seqs", type=int, metavar="N", help="most sequences in a step (default: the engine's)")
     add("--max-num-batched-tokens", type=int, metavar="N", help="most tokens in a step (default: the engine's)")
+    add("--num-gpu-blocks-override", type=int, metavar="N", help="size of the KV cache in blocks of 64 tokens (default: "
+        "what the memory allows; give it where several engines share a GPU)")
     add("--threads", type=int, metavar="N", help="CPU threads (default: 1 for small workloads, which gain nothing from "
         "more and lose much on a busy machine)")
     add("--json", metavar="FILE", help="write the result to this file, too, as it grows")
     add("--plot", metavar="FILE.png", help="draw it (needs matplotlib: pip install -e '.[bench]')")
     add("--out", metavar="FOLDER", help="receipts: a JSON file and, with matplotlib, a figure an experiment")
     add("--minutes", type=float, metavar="N", help="receipts: length of the search (default: 2, small: 0.4)")
-    add("--seed", type=int, metavar="N", help="receipts: only the search's case of this seed")
+    add("--seed", type=int, metavar="N", default=0, help="receipts: the search's first case (default: 0; with "
+        "--minutes 0 that case alone)")
     return parser
 
 
@@ -97,10 +100,9 @@ class Bench:
         folder = checkpoint.resolve(options["model"])
         self.config = ModelConfig.from_dict(checkpoint.read_json(folder, "config.json", required=True))
         self.dtype = pick_dtype("auto", self.config, self.device)
-        limits = {name: value for name in ("max_num_seqs", "max_num_batched_tokens")
-                  if (value := getattr(args, name)) is not None}
+        limits = {name: value for name in LIMITS if (value := getattr(args, name)) is not None}
         if self.small and not gpu:
-            limits["num_gpu_blocks_override"] = 512  # 32,768 tokens: enough here, and quick to make
+            limits.setdefault("num_gpu_blocks_override", 512)  # 32,768 tokens: enough here, and quick to make
         self.options = options | {"device": args.device} | limits
         user = tuple(map(int, args.user.split(","))) if args.user else None
         if user and (len(user) != 3 or min(user) < 1):

@@ -14,6 +14,7 @@ Bits are compared as integers. Exit code 1 if ours ever differ. With --out, what
 
 import argparse
 import gc
+import itertools
 import json
 import random
 import sys
@@ -35,7 +36,7 @@ from benchmarks import figures, report
 from benchmarks.ops import measure_roof
 from benchmarks.serving import Server, Skipped
 from benchmarks.twins import batch_dependent
-from benchmarks.workloads import model_options, workloads
+from benchmarks.workloads import LIMITS, model_options, workloads
 from engine import LLM, pick_device, pick_dtype
 from kernels import Ops, make_ops
 from kernels.tiles import KV_TILE, leaf_count
@@ -112,10 +113,10 @@ def neighbour(rng: random.Random, vocab_size: int, output: int) -> SamplingParam
 
 class Experiments:
     """One run. `options`: the arguments of `LLM`; `ops`: the table of the engine called ours, None for the device's;
-    `size`: FULL, SMALL or a test's; `minutes` and `seed` are the search's: `seed` runs that case alone."""
+    `size`: FULL, SMALL or a test's; `minutes` and `seed` are the search's: its length and its first case."""
 
     def __init__(self, options: dict, config: ModelConfig, device: torch.device, dtype: torch.dtype, size: dict,
-                 small: bool, ops: Ops | None = None, minutes: float | None = None, seed: int | None = None,
+                 small: bool, ops: Ops | None = None, minutes: float | None = None, seed: int = 0,
                  peers: dict | None = None):
         self.options, self.config, self.device, self.dtype, self.size, self.small = (
             options, config, device, dtype, size, small)
@@ -327,13 +328,12 @@ class Experiments:
 
     def search(self) -> dict:
         """Cases until the time is up; every case can be run again by its seed."""
-        found = {"minutes": self.minutes, "cases": 0, "requests": 0, "tokens": 0, "differences": 0,
+        found = {"minutes": self.minutes, "first_seed": self.seed, "cases": 0, "requests": 0, "tokens": 0, "differences": 0,
                  "failing_seeds": [], "preemptions": 0, "prompts": [1, self.size["search"][0]],
                  "tokens_by_second": [[0.0, 0, 0]]}
         with self.engine() as llm:
             begin = time.perf_counter()
-            seed = 0 if self.seed is None else self.seed
-            while True:
+            for seed in itertools.count(self.seed):
                 compared, count, ways = self.search_case(llm, seed)
                 seconds = time.perf_counter() - begin
                 for name, more in (("cases", 1), ("tokens", compared), ("differences", count),
@@ -347,11 +347,10 @@ class Experiments:
                 if not self.small:
                     print(f"  {seconds:.0f} s: case {seed}, {found['tokens']:,} tokens compared", flush=True)
                 self.keep(found)
-                if self.seed is not None or seconds > self.minutes * 60:
+                if seconds >= self.minutes * 60:
                     break
-                seed += 1
         del llm
-        again = f" (again: --only 5 --seed {found['failing_seeds'][0]})" if found["failing_seeds"] else ""
+        again = f" (again: --only 5 --minutes 0 --seed {found['failing_seeds'][0]})" if found["failing_seeds"] else ""
         report.table("5. the search: random ways of serving, against each request alone",
                      ["minutes", "cases", "tokens", "preemptions", "words that differ"],
                      [[f"{found['tokens_by_second'][-1][0] / 60:.2f}", found["cases"], found["tokens"],
@@ -421,7 +420,7 @@ def main(args: argparse.Namespace, env: dict, ops: Ops | None) -> int:
     model, options = model_options(args.model, gpu)
     folder = checkpoint.resolve(options["model"])
     config = ModelConfig.from_dict(checkpoint.read_json(folder, "config.json", required=True))
-    limits = {name: value for name in ("max_num_seqs", "max_num_batched_tokens") if (value := getattr(args, name))}
+    limits = {name: value for name in LIMITS if (value := getattr(args, name))}
     if not gpu:  # in the checkpoint's own dtype, as a GPU would: in fp32 a twin's flaw takes longer to show
         torch.set_num_threads(args.threads or 1)
         limits |= {"num_gpu_blocks_override": 512, "dtype": config.dtype}

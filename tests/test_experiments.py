@@ -65,8 +65,8 @@ def test_an_engine_that_follows_the_batch_is_found_out(tiny, capsys):
     results = tiny(twin).run(["1", "2", "4", "5", "6"], ENV, None)
     assert all(result["differences"] > 0 for result in results.values())
     seed, out = results["search"]["failing_seeds"][0], capsys.readouterr().out
-    assert f"(again: --only 5 --seed {seed})" in out and f"seed {seed}: " in out
-    again = tiny(twin, seed=seed).run(["5"], ENV, None)["search"]
+    assert f"(again: --only 5 --minutes 0 --seed {seed})" in out and f"seed {seed}: " in out
+    again = tiny(twin, seed=seed, minutes=0).run(["5"], ENV, None)["search"]
     assert again["cases"] == 1 and again["failing_seeds"] == [seed]
 
 

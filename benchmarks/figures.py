@@ -50,10 +50,9 @@ def search(axes, r: dict) -> None:
     axes.plot(seconds, compared, color=OURS, label=f"tokens compared, with their logprobs: {r['tokens']:,}")
     axes.plot(seconds, differ, color=OTHER, label=f"that differ: {r['differences']:,}")
     shortest, longest = r["prompts"]
-    axes.set(title=f"{r['requests']:,} requests in random company: batch, order, chunks, cache, preemption, arrivals.\n"
-             f"Does any get other bits than alone? (prompts of {shortest} to {longest:,} tokens)", xlabel="seconds",
-             ylabel="tokens, in all")
-    axes.ticklabel_format(axis="y", style="plain")
+    axes.set(title=f"{r['requests']:,} requests (prompts of {shortest} to {longest:,} tokens) served in random ways.\n"
+             "Does any get other bits than alone?", xlabel="seconds", ylabel="tokens, in all")
+    axes.yaxis.set_major_formatter("{x:,.0f}")
 
 
 def receipt(axes, r: dict) -> None:

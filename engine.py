@@ -84,14 +84,15 @@ class LLM:
     schedule: "auto" or "reference": how fast, never which bits
     load_format: "auto" or "dummy" (random weights, for measuring); hf_overrides: entries that replace config.json's
     max_model_len: longest prompt + output [what the model and the cache allow]
-    max_num_seqs, max_num_batched_tokens: most sequences and tokens in a step
+    max_num_seqs: most sequences in a step [1024 on a GPU of 64 GiB or more, else 256]
+    max_num_batched_tokens: most tokens in a step [8192, on CPU 512]
     gpu_memory_utilization: share of the GPU's memory to use; num_gpu_blocks_override: size of the cache in blocks of 64
     enable_prefix_caching, enforce_eager (no CUDA graphs): as in vLLM; ops: another op table (tests, benchmarks)
     async_scheduling: launch a step before the tokens of the last are known to the host [on a GPU]"""
 
     def __init__(self, model: str | Path = DEFAULT_MODEL, *, revision: str | None = None, device: str = "auto",
                  dtype: str = "auto", schedule: str = "auto", load_format: str = "auto",
-                 hf_overrides: dict | None = None, max_model_len: int | None = None, max_num_seqs: int = 256,
+                 hf_overrides: dict | None = None, max_model_len: int | None = None, max_num_seqs: int | None = None,
                  max_num_batched_tokens: int | None = None, gpu_memory_utilization: float = 0.85,
                  num_gpu_blocks_override: int | None = None, enable_prefix_caching: bool = True,
                  enforce_eager: bool = False, async_scheduling: bool | None = None, ops: Ops | None = None,
@@ -108,6 +109,8 @@ class LLM:
         self.config = ModelConfig.from_dict(raw)
         self.device = pick_device(device)
         self.dtype = pick_dtype(dtype, self.config, self.device)
+        large = self.device.type == "cuda" and torch.cuda.get_device_properties(self.device).total_memory >= 64 << 30
+        max_num_seqs = max_num_seqs or (1024 if large else 256)
         self.ops = ops or make_ops(self.device, schedule)
         self.load_format = load_format
         limit = self.config.max_model_len

@@ -74,7 +74,7 @@ def triton_ops(device: torch.device, schedule: str = "auto", table=None) -> Ops:
     arrived = torch.zeros(16384, dtype=torch.int32, device=device)  # arrival counters of split sums
 
     def run_linear(x, weight, bias, leaves, out_dtype, out=None):
-        chosen = table.linear_for(x.shape[0], weight.shape[0], leaves, x.element_size())
+        chosen = table.linear_for(x.shape[0], weight.shape[0], leaves, x.element_size(), out_dtype.itemsize)
         return linear.linear(x, weight, bias, leaves, out_dtype, chosen, arrived, out)
 
     def run_attention(q, k_cache, v_cache, work, scale, **options):

@@ -93,25 +93,29 @@ class AttentionSchedule:
 class Schedules:
     """The schedule table of one kind of GPU.
 
-    `linear` maps an upper bound of M, smallest first, to the schedules of a sum of one leaf, of a chain (whose two
-    accumulators need a smaller tile) and, if there is a third, of products that would give a multiprocessor more than
-    one program but fewer than two: narrow tiles even that out.
+    `linear` maps an upper bound of M, smallest first, to the schedules of sums of one leaf and to those of a chain, whose
+    two accumulators need a smaller tile. Of several, that one runs whose programs take the fewest turns, by the size of
+    a tile; if as many, the first.
     `decode` has the schedules of up to `decode_programs` programs of attention, and of more."""
 
     name: str
-    linear: tuple[tuple[int, LinearSchedule, ...], ...]
+    linear: tuple[tuple[int, tuple[LinearSchedule, ...], tuple[LinearSchedule, ...]], ...]
     decode: tuple[AttentionSchedule, AttentionSchedule]
     prefill: AttentionSchedule
     decode_programs: int = 264  # programs of decode attention that run at once (2 a multiprocessor of an H200); 0: walk
 
-    def linear_for(self, M: int, N: int, leaves: int, dtype_bytes: int = 2) -> LinearSchedule:
-        """The schedule for M rows of a weight [N, K]. fp32 products run on plain cores and keep to one small tile."""
+    def linear_for(self, M: int, N: int, leaves: int, dtype_bytes: int = 2, out_bytes: int = 2) -> LinearSchedule:
+        """The schedule for M rows of a weight [N, K]. fp32 products run on plain cores and keep to one small tile; an
+        fp32 result (the logits) of 128 x 256 would not fit beside its operands."""
         if dtype_bytes == 4:
             return FP32
-        one, chain, *narrow = next(found for bound, *found in self.linear if bound >= M)
-        chosen = chain if leaves > 1 else one
-        crowded = 1 < -(-N // chosen.BLOCK_N) * leaves / chosen.programs < 2
-        return narrow[0] if narrow and crowded else chosen
+        found = next(found for bound, *found in self.linear if bound >= M)[leaves > 1]
+
+        def time(s: LinearSchedule) -> int:
+            tiles = -(-M // s.BLOCK_M) * -(-N // s.BLOCK_N) * (leaves if s.split else 1)
+            return -(-tiles // s.programs) * s.BLOCK_M * s.BLOCK_N
+
+        return min((s for s in found if s.BLOCK_M * s.BLOCK_N * out_bytes <= 1 << 16), key=time)
 
     def attention_for(self, row_bytes: int) -> tuple[tuple[AttentionSchedule, AttentionSchedule], AttentionSchedule]:
         """(decode, prefill) for rows of head_dim x itemsize bytes. Wide rows (fp32, or head_dim 256) keep to one small
@@ -124,14 +128,15 @@ FP32 = LinearSchedule(16, 64, 32, 4, 2)
 PLAIN = LinearSchedule(64, 64, 64, 4, 3)
 WALK = AttentionSchedule(64, 4, 2, skip_mask=False)
 WIDE = AttentionSchedule(16, 4, 1)
-REFERENCE = Schedules("reference", ((ANY, PLAIN, PLAIN),), decode=(WALK, WALK), prefill=WALK, decode_programs=0)
+NARROW = LinearSchedule(16, 32, 128, 4, 6, split=True)
+REFERENCE = Schedules("reference", ((ANY, (PLAIN,), (PLAIN,)),), decode=(WALK, WALK), prefill=WALK, decode_programs=0)
 # At most 99 KiB of shared memory, which every GPU from sm_80 on has (and 64 KiB for AMD's gfx942).
 CONSERVATIVE = Schedules(
     "conservative",
     linear=(
-        (16, LinearSchedule(16, 64, 128, 4, 3), LinearSchedule(16, 64, 128, 4, 3, split=True)),
-        (64, PLAIN, LinearSchedule(64, 64, 64, 4, 3, split=True)),
-        (ANY, LinearSchedule(128, 128, 32, 8, 3), LinearSchedule(128, 128, 32, 8, 3)),
+        (16, (LinearSchedule(16, 64, 128, 4, 3),), (LinearSchedule(16, 64, 128, 4, 3, split=True),)),
+        (64, (PLAIN,), (LinearSchedule(64, 64, 64, 4, 3, split=True),)),
+        (ANY, (LinearSchedule(128, 128, 32, 8, 3),), (LinearSchedule(128, 128, 32, 8, 3),)),
     ),
     decode=(AttentionSchedule(16, 4, 2), AttentionSchedule(16, 4, 2)),
     prefill=AttentionSchedule(64, 4, 2),
@@ -140,12 +145,13 @@ CONSERVATIVE = Schedules(
 HOPPER = Schedules(
     "hopper",
     linear=(
-        (16, LinearSchedule(16, 64, 128, 4, 5, tma=True), LinearSchedule(16, 64, 128, 4, 5, split=True, tma=True),
-         LinearSchedule(16, 32, 128, 4, 6, split=True)),
-        (64, LinearSchedule(64, 64, 128, 4, 4, tma=True), LinearSchedule(64, 64, 128, 4, 4, split=True, tma=True)),
-        (128, LinearSchedule(128, 128, 64, 4, 4, tma=True), LinearSchedule(128, 64, 64, 4, 5, split=True, tma=True)),
-        (256, LinearSchedule(128, 128, 64, 4, 4, tma=True), LinearSchedule(128, 128, 64, 8, 4, split=True, tma=True)),
-        (ANY, LinearSchedule(256, 128, 64, 8, 3, tma=True), LinearSchedule(128, 128, 64, 8, 4, split=True, tma=True)),
+        (16, (LinearSchedule(16, 64, 128, 4, 5, tma=True), NARROW),
+         (LinearSchedule(16, 64, 128, 4, 5, split=True, tma=True), NARROW)),
+        (64, (LinearSchedule(64, 64, 128, 4, 4, tma=True),), (LinearSchedule(64, 64, 128, 4, 4, split=True, tma=True),)),
+        (128, (LinearSchedule(128, 128, 64, 4, 4, tma=True),),
+         (LinearSchedule(128, 64, 64, 4, 5, split=True, tma=True),)),
+        (ANY, (LinearSchedule(128, 256, 64, 8, 3, tma=True), LinearSchedule(128, 128, 64, 4, 4, tma=True)),
+         (LinearSchedule(128, 128, 64, 8, 4, split=True, tma=True),)),
     ),
     decode=(AttentionSchedule(16, 4, 3, tma=True), AttentionSchedule(16, 2, 2, tma=True)),
     prefill=AttentionSchedule(64, 4, 2, tma=True),

@@ -61,7 +61,7 @@ def launch_table(table: tiles.Schedules, rows: int) -> None:
     for N, K in ((6144, 4096), (24576, 4096), (4096, 12288), (960, 576), (151936, 4096)):
         leaves = tiles.leaf_count(N, K)
         linear.linear(meta(rows, K), meta(N, K), None, leaves, torch.float32 if N == 151936 else torch.bfloat16,
-                      table.linear_for(rows, N, leaves), arrived)
+                      table.linear_for(rows, N, leaves, 2, 4 if N == 151936 else 2), arrived)
     linear.linear(meta(rows, 576, dtype=torch.float32), meta(960, 576, dtype=torch.float32), None, 1, torch.float32,
                   table.linear_for(rows, 960, 1, 4), arrived)
     norm.rms_norm(meta(rows, 4096), meta(4096), 1e-6, meta(rows, 4096))

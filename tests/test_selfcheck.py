@@ -60,7 +60,7 @@ def test_a_single_flaw_is_seen_where_it_is(tiny_folder, flaw, seen_by):
 
 def test_a_schedule_that_fails_is_replaced():
     """By the reference's, wherever the table has it; the others stay."""
-    one, prefill = HOPPER.linear[1][1], HOPPER.prefill
+    one, prefill = HOPPER.linear[1][1][0], HOPPER.prefill
     table = without(HOPPER, {one, prefill})
-    assert table.linear[1][1] == PLAIN and table.prefill == WALK
+    assert table.linear[1][1] == (PLAIN,) and table.prefill == WALK
     assert table.linear[0] == HOPPER.linear[0] and table.decode == HOPPER.decode and without(HOPPER, set()) == HOPPER

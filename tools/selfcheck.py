@@ -195,7 +195,7 @@ def check_schedules(device: torch.device, dtype: torch.dtype, table: Schedules, 
         one = table.linear_for(1, 272, 1, 4)
         products = [one, replace(one, split=True)]
     else:
-        products = sorted({one for _, *pair in table.linear for one in pair}, key=str)
+        products = sorted({one for _, *kinds in table.linear for kind in kinds for one in kind}, key=str)
     if K:
         yield from check_linear(device, dtype, products, K)
     else:
@@ -209,7 +209,8 @@ def without(table: Schedules, failed: set) -> Schedules:
     def passed(one, instead):
         return instead if one in failed else one
 
-    linear = tuple((bound, *(passed(one, PLAIN) for one in found)) for bound, *found in table.linear)
+    linear = tuple((bound, *(tuple(passed(one, PLAIN) for one in kind) for kind in kinds))
+                   for bound, *kinds in table.linear)
     return replace(table, linear=linear, decode=tuple(passed(one, WALK) for one in table.decode),
                    prefill=passed(table.prefill, WALK))
 

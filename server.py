@@ -46,7 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--served-model-name", metavar="NAME", help="what clients call the model (default: --model)")
 
     add = parser.add_argument_group("limits", "What one client may take from the others.").add_argument
-    add("--max-pending", type=int, default=1024, metavar="N",
+    add("--max-pending", type=int, default=4096, metavar="N",
         help="most completions running and waiting; beyond it clients get 429 (default: %(default)s)")
     add("--max-n", type=int, default=128, metavar="N", help="most choices a prompt (default: %(default)s)")
     add("--max-stop", type=int, default=16, metavar="N", help="most stop strings, and stop token ids")

@@ -35,6 +35,7 @@ class Job:
     cache_salt: str | None = None
     output: RequestOutput | None = None
     sent: list[tuple[int, int]] = field(default_factory=list)  # of each completion: tokens and characters told
+    is_done: bool = False  # as the event loop knows it
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,7 @@ class EngineThread:
     def _deliver(self, events: list[Event]) -> None:
         for event in events:
             if event.is_last:
+                event.job.is_done = True
                 self.release(event.job.params.n)
             event.job.events.put_nowait(event)
 

@@ -103,7 +103,9 @@ class GenerationRequest(Strict):
 class CompletionRequest(GenerationRequest):
     default_max_tokens: ClassVar[int | None] = 16  # OpenAI's
 
-    prompt: str | Annotated[list[str], Field(min_length=1)] | list[int] | list[list[int]]
+    # From left to right: where every form is tried, a long prompt costs an error a token for each that it is not.
+    prompt: Annotated[str | list[int] | Annotated[list[str], Field(min_length=1)] | list[list[int]],
+                      Field(union_mode="left_to_right")]
     max_tokens: int | None = Field(None, ge=0, description="left out, 16; 0, with echo, scores the prompt")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="alternatives to report for each token")
     echo: bool = Field(False, description="begin the text with the prompt")

@@ -6,6 +6,7 @@ requests, scheduling or sampling."""
 
 import hashlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -206,7 +207,7 @@ class Model:
                 k_norm=self._norm(attn + "k_norm", D) if c.qk_norm else None,
                 o_proj=self._linear([(attn + "o_proj", c.hidden_size)], q_size, c.o_bias),
                 post_attention_layernorm=self._norm(f"model.layers.{i}.post_attention_layernorm", c.hidden_size),
-                gate_up_proj=self._linear(gate_up, c.hidden_size, c.mlp_bias),
+                gate_up_proj=self._linear(gate_up, c.hidden_size, c.mlp_bias, in_turn=True),
                 down_proj=self._linear([(mlp + "down_proj", c.hidden_size)], c.intermediate_size, c.mlp_bias)))
         self.norm = self._norm("model.norm", c.hidden_size)
         if c.tie_word_embeddings:
@@ -215,21 +216,22 @@ class Model:
             self.lm_head = self._linear([("lm_head", c.vocab_size)], c.hidden_size, False)
         self.cos_sin = rotary_table(c, max_model_len).to(device)
 
-    def _parameter(self, N: int, K: int | None, parts: list[tuple[str, int]]) -> torch.Tensor:
-        """One tensor [N, K] (or [N]), registered in `weights` as consecutive row ranges, one a checkpoint name."""
+    def _parameter(self, N: int, K: int | None, parts: list[tuple[str, int]], in_turn: bool = False) -> torch.Tensor:
+        """One tensor [N, K] (or [N]), registered in `weights` by checkpoint names: row ranges, or rows in turn."""
         shape = (N,) if K is None else (N, K)
         tensor = torch.empty(shape, dtype=self.ops.weight_dtype(self.dtype), device=self.device)
-        for name, view in zip([p[0] for p in parts], tensor.split([p[1] for p in parts]), strict=True):
+        views = tensor.unflatten(0, (-1, len(parts))).unbind(1) if in_turn else tensor.split([p[1] for p in parts])
+        for (name, _), view in zip(parts, views, strict=True):
             self.weights[name] = view
         return tensor
 
     def _norm(self, name: str, N: int) -> torch.Tensor:
         return self._parameter(N, None, [(name + ".weight", N)])
 
-    def _linear(self, parts: list[tuple[str, int]], K: int, has_bias: bool) -> Linear:
+    def _linear(self, parts: list[tuple[str, int]], K: int, has_bias: bool, in_turn: bool = False) -> Linear:
         N = sum(rows for _, rows in parts)
-        weight = self._parameter(N, K, [(name + ".weight", rows) for name, rows in parts])
-        bias = self._parameter(N, None, [(name + ".bias", rows) for name, rows in parts]) if has_bias else None
+        weight = self._parameter(N, K, [(name + ".weight", rows) for name, rows in parts], in_turn)
+        bias = self._parameter(N, None, [(name + ".bias", rows) for name, rows in parts], in_turn) if has_bias else None
         return Linear(weight, bias, leaf_count(N, K))
 
     def forward(self, batch: Batch, kv_cache: torch.Tensor) -> torch.Tensor:
@@ -245,14 +247,14 @@ class Model:
                 hidden_states = ops.rms_norm(residual, layer.input_layernorm, eps)
             else:
                 hidden_states = ops.rms_norm(hidden_states, layer.input_layernorm, eps, residual)
-            qkv = self._apply(layer.qkv_proj, hidden_states)
+            qkv = self._apply(ops.linear, layer.qkv_proj, hidden_states)
             q = ops.rotary_and_cache(qkv, layer.q_norm, layer.k_norm, eps, self.cos_sin, batch.attention, k_cache,
                                      v_cache, c.num_heads)
             attn = ops.paged_attention(q, k_cache, v_cache, batch.attention, c.head_dim**-0.5)
-            hidden_states = self._apply(layer.o_proj, attn.flatten(1))
+            hidden_states = self._apply(ops.linear, layer.o_proj, attn.flatten(1))
             hidden_states = ops.rms_norm(hidden_states, layer.post_attention_layernorm, eps, residual)
-            gate_up = self._apply(layer.gate_up_proj, hidden_states)
-            hidden_states = self._apply(layer.down_proj, ops.silu_and_mul(gate_up))
+            hidden_states = self._apply(ops.gated_linear, layer.gate_up_proj, hidden_states)
+            hidden_states = self._apply(ops.linear, layer.down_proj, hidden_states)
         if batch.logits_rows is not None:
             hidden_states, residual = hidden_states[batch.logits_rows], residual[batch.logits_rows]
         return ops.rms_norm(hidden_states, self.norm, eps, residual)
@@ -262,8 +264,8 @@ class Model:
         head = self.lm_head
         return self.ops.linear(hidden_states, head.weight, head.bias, head.leaves, torch.float32, out)
 
-    def _apply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
-        return self.ops.linear(x, linear.weight, linear.bias, linear.leaves, self.dtype)
+    def _apply(self, op: Callable, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        return op(x, linear.weight, linear.bias, linear.leaves, self.dtype)
 
     def load(self, checkpoint: Checkpoint, progress: bool = True) -> None:
         """Stream a checkpoint into the parameters, in place. Raises ValueError, before anything is overwritten, naming

@@ -56,7 +56,7 @@ def tensor_digest(weights: dict[str, torch.Tensor], dtype: torch.dtype) -> str:
     """sha256 over the weights that an engine holds, 16 hex digits: the same on every device."""
     digest = hashlib.sha256()
     for name, tensor in weights.items():
-        digest.update(name.encode() + tensor.to(dtype).cpu().view(torch.uint8).numpy().tobytes())
+        digest.update(name.encode() + tensor.to(dtype).cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
+from benchmarks.twins import silu_and_mul
 from kernels import Ops, same_bits
 from kernels.tiles import KV_TILE, leaf_count
 from model import ModelConfig, rotary_table
@@ -126,8 +127,13 @@ def linear_cases(config: ModelConfig, ops: Ops, dtype: torch.dtype, device: torc
             x = torch.randn((M, K), device=device).to(dtype)
             y = x.to(weight_dtype)
 
-            def call(x=x, w=made[0], leaves=leaves, out_dtype=out_dtype):
-                return ops.linear(x, w, None, leaves, out_dtype)
+            gated = name == "gate_up_proj"  # ends in SwiGLU, which the library leaves to a kernel of its own
+
+            def call(x=x, w=made[0], leaves=leaves, out_dtype=out_dtype, op=ops.gated_linear if gated else ops.linear):
+                return op(x, w, None, leaves, out_dtype)
+
+            def peer(w, y=y, gated=gated):
+                return silu_and_mul(torch.mm(y, w.t())) if gated else torch.mm(y, w.t())
 
             def parts(call=call, x=x, M=M):
                 whole = call()
@@ -136,9 +142,9 @@ def linear_cases(config: ModelConfig, ops: Ops, dtype: torch.dtype, device: torc
 
             used = made if M <= 256 else made[:1]
             yield Case("linear", f"{name} {N}x{K} M={M}", [lambda w=w, call=call: call(w=w) for w in used],
-                       size + M * (K * dtype.itemsize + N * out_dtype.itemsize), 2 * M * N * K, parts,
+                       size + M * (K * dtype.itemsize + N // (1 + gated) * out_dtype.itemsize), 2 * M * N * K, parts,
                        "cuBLAS" if device.type == "cuda" else "torch.mm",
-                       [lambda w=w, y=y: torch.mm(y, w.t()) for w in used])
+                       [lambda w=w, peer=peer: peer(w) for w in used])
 
 
 def planned_work(config: ModelConfig, ops: Ops, cache: torch.Tensor, num_seqs: int, computed: int, scheduled: int):
@@ -183,7 +189,7 @@ def attention_cases(config: ModelConfig, ops: Ops, dtype: torch.dtype, device: t
 
 
 def row_cases(config: ModelConfig, ops: Ops, dtype: torch.dtype, device: torch.device, rows) -> Iterator[Case]:
-    """What works on rows alone: norm, rotary, activation; over the vocabulary argmax, logprobs and a draw."""
+    """What works on rows alone: norm, rotary; over the vocabulary argmax, logprobs and a draw."""
     c, V, D = config, config.vocab_size, config.head_dim
     heads = c.num_heads + 2 * c.num_kv_heads
 
@@ -203,8 +209,6 @@ def row_cases(config: ModelConfig, ops: Ops, dtype: torch.dtype, device: torch.d
         x, residual = (torch.randn((M, c.hidden_size), device=device).to(dtype) for _ in range(2))
         weight = torch.ones(c.hidden_size, dtype=dtype, device=device)
         yield case("rms_norm", lambda x, r, w=weight: ops.rms_norm(x, w, 1e-6, r), [x, residual], 4 * x.nbytes)
-        gate_up = torch.randn((M, 2 * c.intermediate_size), device=device).to(dtype)
-        yield case("silu_and_mul", ops.silu_and_mul, [gate_up], 1.5 * gate_up.nbytes)
         qkv = torch.randn((M, heads * D), device=device).to(dtype)
         norm = torch.ones(D, dtype=dtype, device=device) if c.qk_norm else None
         cache = torch.zeros((2, -(-M // KV_TILE), c.num_kv_heads, KV_TILE, D), dtype=dtype, device=device)

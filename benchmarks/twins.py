@@ -14,6 +14,7 @@ import torch.nn.functional as F
 import kernels.work as work_module
 import runner as runner_module
 from kernels import Ops
+from kernels.reference import by_lanes
 from kernels.tiles import KV_SPLIT, KV_TILE
 
 
@@ -25,6 +26,16 @@ def k_splits(num_rows: int) -> int:
 def kv_split(num_seqs: int) -> int:
     """Keys a split: fewer sequences, shorter splits."""
     return KV_TILE if num_seqs <= 8 else 2 * KV_TILE if num_seqs <= 64 else 4 * KV_TILE
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """SwiGLU of columns of gate and up in turn, as an op of its own: the bits that a gated product gives."""
+    if gate_up.is_cuda:
+        from benchmarks.silu import silu_and_mul as launch  # Triton is imported only where it runs
+
+        return launch(gate_up)
+    gate, up = gate_up.float().unflatten(1, (-1, 2)).unbind(2)
+    return (gate / (1.0 + by_lanes(torch.exp, -gate)) * up).to(gate_up.dtype)
 
 
 def batch_dependent(ops: Ops) -> Ops:
@@ -51,7 +62,8 @@ def batch_dependent(ops: Ops) -> Ops:
         work = replace(work, prefill_items=items[0], decode_items=items[1], host_plans={})
         return ops.paged_attention(q, k_cache, v_cache, work, scale, kv_split=split)
 
-    return replace(ops, linear=linear, paged_attention=paged_attention, decode_programs=0)
+    return replace(ops, linear=linear, gated_linear=lambda *args: silu_and_mul(linear(*args)),
+                   paged_attention=paged_attention, decode_programs=0)
 
 
 WHOLE = 1 << 20  # keys a split that no sequence fills: attention then has one split, and nothing to merge
@@ -97,4 +109,5 @@ def library(ops: Ops, programs: int | None = None):
 
         runner._plan = planned
 
-    return replace(ops, linear=linear, paged_attention=paged_attention), fit
+    return replace(ops, linear=linear, gated_linear=lambda *args: silu_and_mul(linear(*args)),
+                   paged_attention=paged_attention), fit

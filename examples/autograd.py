@@ -58,8 +58,8 @@ def norm(x, weight, eps: float):
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
-def swiglu(gate_up):
-    gate, up = gate_up.chunk(2, -1)
+def swiglu(x, weight, bias):
+    gate, up = F.linear(x, weight, bias).unflatten(-1, (-1, 2)).unbind(-1)  # rows of the weight are in turn theirs
     return F.silu(gate) * up
 
 
@@ -200,9 +200,14 @@ def differentiable(ops: Ops, master: Callable[[torch.Tensor], torch.Tensor]) -> 
         values = x.detach().clone(), weight  # x is the residual stream, which the next norm overwrites
         return Op.apply(lambda: ops.rms_norm(x, weight, eps), lambda x, w: norm(x, w, eps), values, x, master(weight))
 
+    def product(launch, formula, x, weight, bias):
+        return Op.apply(launch, formula, (x, weight, bias), x, master(weight), bias if bias is None else master(bias))
+
     def linear(x, weight, bias, leaves, out_dtype, out=None):
-        return Op.apply(lambda: ops.linear(x, weight, bias, leaves, out_dtype, out), F.linear, (x, weight, bias),
-                        x, master(weight), bias if bias is None else master(bias))
+        return product(lambda: ops.linear(x, weight, bias, leaves, out_dtype, out), F.linear, x, weight, bias)
+
+    def gated_linear(x, weight, bias, leaves, out_dtype):
+        return product(lambda: ops.gated_linear(x, weight, bias, leaves, out_dtype), swiglu, x, weight, bias)
 
     def rotary_and_cache(qkv, q_norm, k_norm, eps, cos_sin, work, k_cache, v_cache, num_heads):
         def formula(qkv, q_norm, k_norm):
@@ -214,9 +219,6 @@ def differentiable(ops: Ops, master: Callable[[torch.Tensor], torch.Tensor]) -> 
             formula, (qkv, *norms), k_cache, v_cache, work.slot_mapping.long(), qkv,
             *(w if w is None else master(w) for w in norms))
         return q
-
-    def silu_and_mul(gate_up):
-        return Op.apply(lambda: ops.silu_and_mul(gate_up), swiglu, (gate_up,), gate_up)
 
     def paged_attention(q, k_cache, v_cache, work, scale):
         if "sequences" not in work.host_plans:  # the same for every layer
@@ -230,7 +232,7 @@ def differentiable(ops: Ops, master: Callable[[torch.Tensor], torch.Tensor]) -> 
         return Op.apply(lambda: ops.logprobs(logits, token_ids, top)[0], lambda x: chosen(x, token_ids), (logits,),
                         logits)
 
-    wrapped = {f.__name__: f for f in (embedding, rms_norm, linear, rotary_and_cache, silu_and_mul, paged_attention,
+    wrapped = {f.__name__: f for f in (embedding, rms_norm, linear, gated_linear, rotary_and_cache, paged_attention,
                                        logprobs)}
     rest = [field.name for field in fields(ops) if callable(getattr(ops, field.name))]
     refused = {name: no_gradient(name) for name in rest if name not in (*wrapped, "weight_dtype", "query_tile")}
@@ -272,7 +274,10 @@ class Policy:
         key = weight.untyped_storage().data_ptr()
         if key not in self._merged:
             parts = [self.masters[name] for name in self.names[key]]
-            self._merged[key] = torch.cat(parts) if len(parts) > 1 else parts[0]
+            if len(parts) > 1:  # rows of each in turn, where the parameter has them so, or one below the other
+                in_turn = not self.model.weights[self.names[key][0]].is_contiguous()
+                parts = [torch.stack(parts, 1).flatten(0, 1) if in_turn else torch.cat(parts)]
+            self._merged[key] = parts[0]
         return self._merged[key]
 
     def logprobs(self, pairs: Sequence[tuple[list[int], list[int]]]) -> torch.Tensor:

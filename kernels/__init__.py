@@ -26,8 +26,8 @@ class Ops:
     embedding: Callable
     rms_norm: Callable
     linear: Callable
+    gated_linear: Callable
     rotary_and_cache: Callable
-    silu_and_mul: Callable
     paged_attention: Callable
     logprobs: Callable
     argmax: Callable
@@ -59,23 +59,23 @@ def make_ops(device: torch.device, schedule: str = "auto") -> Ops:
 def reference_ops() -> Ops:
     from kernels import reference as ref
 
-    return Ops("reference", lambda dtype: torch.float32, ref.embedding, ref.rms_norm, ref.linear, ref.rotary_and_cache,
-               ref.silu_and_mul, ref.paged_attention, ref.logprobs, ref.argmax, ref.sample,
+    return Ops("reference", lambda dtype: torch.float32, ref.embedding, ref.rms_norm, ref.linear, ref.gated_linear,
+               ref.rotary_and_cache, ref.paged_attention, ref.logprobs, ref.argmax, ref.sample,
                query_tile=lambda group, row_bytes: max(16, group) // group, decode_programs=0)
 
 
 def triton_ops(device: torch.device, schedule: str = "auto", table=None) -> Ops:
     """The Triton table. `table` overrides the schedules looked up for this GPU (for tests and tuning)."""
-    from kernels import activation, attention, embedding, linear, logprobs, norm, rotary, sample, tiles
+    from kernels import attention, embedding, linear, logprobs, norm, rotary, sample, tiles
 
     if table is None:
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
         table = tiles.schedules(schedule, capability)
     arrived = torch.zeros(16384, dtype=torch.int32, device=device)  # arrival counters of split sums
 
-    def run_linear(x, weight, bias, leaves, out_dtype, out=None):
+    def run_linear(x, weight, bias, leaves, out_dtype, out=None, gated=False):
         chosen = table.linear_for(x.shape[0], weight.shape[0], leaves, x.element_size(), out_dtype.itemsize)
-        return linear.linear(x, weight, bias, leaves, out_dtype, chosen, arrived, out)
+        return linear.linear(x, weight, bias, leaves, out_dtype, chosen, arrived, out, gated)
 
     def run_attention(q, k_cache, v_cache, work, scale, **options):
         decode, prefill = table.attention_for(q.shape[2] * q.element_size())
@@ -84,7 +84,7 @@ def triton_ops(device: torch.device, schedule: str = "auto", table=None) -> Ops:
 
     return Ops(
         "triton", lambda dtype: dtype, lambda ids, weight, dtype, drawn: embedding.embedding(ids, weight, drawn),
-        norm.rms_norm, run_linear, rotary.rotary_and_cache, activation.silu_and_mul,
-        run_attention, logprobs.logprobs, sample.argmax, sample.sample,
+        norm.rms_norm, run_linear, lambda *args: run_linear(*args, gated=True), rotary.rotary_and_cache, run_attention,
+        logprobs.logprobs, sample.argmax, sample.sample,
         query_tile=lambda group, row_bytes: max(table.attention_for(row_bytes)[1].BLOCK_M, group) // group,
         decode_programs=table.decode_programs)

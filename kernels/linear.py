@@ -1,4 +1,4 @@
-"""Matrix product with a fixed order of K: `linear`."""
+"""Matrix product with a fixed order of K, plain or ending in SwiGLU: `linear`."""
 
 import torch
 import triton
@@ -6,6 +6,13 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.tiles import LinearSchedule, leaf_length
+
+
+@triton.jit
+def swiglu(gate_up):
+    """silu(gate) * up in fp32 (Shazeer 2020, arXiv:2002.05202). Columns are gate and up in turn: a thread has both."""
+    gate, up = tl.split(tl.reshape(gate_up, (gate_up.shape[0], gate_up.shape[1] // 2, 2)).to(tl.float32))
+    return gate / (1.0 + tl.exp(-gate)) * up
 
 
 @triton.jit
@@ -51,13 +58,14 @@ def leaf_sum(x, w, m, n, k_start, M, N: tl.constexpr, K: tl.constexpr, LEAF: tl.
 @triton.jit(do_not_specialize=["M"])
 def linear_kernel(x, w, bias_ptr, out, partial_ptr, arrived_ptr, M, N: tl.constexpr, K: tl.constexpr,
                   LEAVES: tl.constexpr, LEAF: tl.constexpr, SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr,
-                  TMA: tl.constexpr, OUT_TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                  BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, PRECISION: tl.constexpr):
+                  GATED: tl.constexpr, TMA: tl.constexpr, OUT_TMA: tl.constexpr, BLOCK_M: tl.constexpr,
+                  BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, PRECISION: tl.constexpr):
     # Persistent: programs walk tiles, or leaves of tiles.
     PARTS: tl.constexpr = LEAVES if SPLIT else 1
     EVEN_K: tl.constexpr = LEAF % BLOCK_K == 0 and LEAF * LEAVES == K
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    WIDTH: tl.constexpr = 2 if GATED else 1  # columns of the product that make one of the result
     FLAT: tl.constexpr = TMA and LEAVES == 1
     for part in tl.range(tl.program_id(0), tiles_m * tiles_n * PARTS, tl.num_programs(0), flatten=FLAT):
         tile = part // PARTS
@@ -67,50 +75,54 @@ def linear_kernel(x, w, bias_ptr, out, partial_ptr, arrived_ptr, M, N: tl.conste
         group_m = min(tiles_m - first_m, GROUP_M)
         m = (first_m + tile % (GROUP_M * tiles_n) % group_m) * BLOCK_M
         n = tile % (GROUP_M * tiles_n) // group_m * BLOCK_N
-        offs_m = m + tl.arange(0, BLOCK_M)
-        offs_n = n + tl.arange(0, BLOCK_N)
-        offs_out = offs_m[:, None].to(tl.int64) * N + offs_n[None, :]
-        mask_out = (offs_m[:, None] < M) & (offs_n[None, :] < N)
+        offs_m = m + tl.arange(0, BLOCK_M)[:, None].to(tl.int64)
+        offs_n = n + tl.arange(0, BLOCK_N)[None, :]
         acc = leaf_sum(x, w, m, n, leaf * LEAF, M, N, K, LEAF, EVEN_K, TMA, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)
         last = True
         if SPLIT:
-            acc, last = add_partial(acc, offs_out, mask_out, partial_ptr, arrived_ptr + tile, leaf,
-                                    tl.cast(M, tl.int64) * N, LEAVES)
+            acc, last = add_partial(acc, offs_m * N + offs_n, (offs_m < M) & (offs_n < N), partial_ptr,
+                                    arrived_ptr + tile, leaf, tl.cast(M, tl.int64) * N, LEAVES)
         else:
             for i in tl.static_range(1, LEAVES):
                 acc = acc + leaf_sum(x, w, m, n, i * LEAF, M, N, K, LEAF, EVEN_K, TMA, BLOCK_M, BLOCK_N, BLOCK_K,
                                      PRECISION)
         if last:
             if HAS_BIAS:
-                acc = acc + tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
+                acc = acc + tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)
+            dtype: tl.constexpr = out.dtype if OUT_TMA else out.dtype.element_ty
+            result = (swiglu(acc.to(dtype)) if GATED else acc).to(dtype)
             if OUT_TMA:
-                out.store([m, n], acc.to(out.dtype))
+                out.store([m, n // WIDTH], result)
             else:
-                tl.store(out + offs_out, acc.to(out.dtype.element_ty), mask=mask_out)
+                columns = n // WIDTH + tl.arange(0, BLOCK_N // WIDTH)[None, :]
+                mask = (offs_m < M) & (columns < N // WIDTH)
+                tl.store(out + offs_m * (N // WIDTH) + columns, result, mask=mask)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, leaves: int, out_dtype: torch.dtype,
-           schedule: LinearSchedule, arrived: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """out = x @ weight.T + bias.
+           schedule: LinearSchedule, arrived: torch.Tensor, out: torch.Tensor | None = None,
+           gated: bool = False) -> torch.Tensor:
+    """out = x @ weight.T + bias or, if `gated`, silu(gate) * up, that sum's columns being gate and up in turn.
 
     x: [M, K] bf16, fp16 or fp32, contiguous
     weight: [N, K], dtype of x, contiguous
     bias: [N] or None
     arrived: [>= tiles] int32 zeros, left zero: the arrival counters of a split sum
-    returns [M, N] in `out_dtype`: `out` if given (contiguous), else a new tensor
+    returns [M, N] ([M, N / 2] if gated) in `out_dtype`: `out` if given (contiguous), else a new tensor
 
     Reduction order: K in `leaves` leaves of tiles.leaf_length; a leaf is one fp32 `tl.dot` chain from its first
-        element to its last; leaves are added in order as a chain, then the bias, then one rounding.
+        element to its last; leaves are added in order as a chain, then the bias, then one rounding; SwiGLU of
+        what was rounded is computed in fp32 and rounded once more.
     Schedule: tile shape, warps, stages, row grouping, whether leaves share a program, and whether the copy engine
         fetches tiles for persistent programs; all may follow M.
     """
     M, K = x.shape
-    N = weight.shape[0]
+    N, width = weight.shape[0], 2 if gated else 1
     assert weight.shape[1] == K and x.dtype == weight.dtype, (x.shape, x.dtype, weight.shape, weight.dtype)
     assert x.is_contiguous() and weight.is_contiguous()
     if out is None:
-        out = torch.empty((M, N), dtype=out_dtype, device=x.device)
-    assert out.shape == (M, N) and out.dtype == out_dtype and out.is_contiguous()
+        out = torch.empty((M, N // width), dtype=out_dtype, device=x.device)
+    assert out.shape == (M, N // width) and out.dtype == out_dtype and out.is_contiguous()
     tiles = triton.cdiv(M, schedule.BLOCK_M) * triton.cdiv(N, schedule.BLOCK_N)
     length = leaf_length(K, leaves)
     tma = schedule.tma and length % schedule.BLOCK_K == 0 and length * leaves == K
@@ -119,14 +131,14 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, lea
     partial = torch.empty((leaves, M, N), dtype=torch.float32, device=x.device) if split else out
     bias_ptr, target = weight if bias is None else bias, out
     BLOCK_M, BLOCK_N, BLOCK_K = shape = (schedule.BLOCK_M, schedule.BLOCK_N, schedule.BLOCK_K)
-    out_tma = tma and out_dtype == x.dtype and N * out.element_size() % 16 == 0
+    out_tma = tma and out_dtype == x.dtype and out.shape[1] * out.element_size() % 16 == 0
     if tma:
         x = TensorDescriptor.from_tensor(x, [BLOCK_M, BLOCK_K])
         weight = TensorDescriptor.from_tensor(weight, [BLOCK_N, BLOCK_K])
     if out_tma:
-        target = TensorDescriptor.from_tensor(out, [BLOCK_M, BLOCK_N])
+        target = TensorDescriptor.from_tensor(out, [BLOCK_M, BLOCK_N // width])
     linear_kernel[(min(tiles * (leaves if split else 1), programs),)](
-        x, weight, bias_ptr, target, partial, arrived, M, N, K, leaves, length, split, bias is not None, tma, out_tma,
-        *shape, schedule.GROUP_M, "ieee", num_warps=schedule.num_warps, num_stages=schedule.num_stages,
+        x, weight, bias_ptr, target, partial, arrived, M, N, K, leaves, length, split, bias is not None, gated, tma,
+        out_tma, *shape, schedule.GROUP_M, "ieee", num_warps=schedule.num_warps, num_stages=schedule.num_stages,
         enable_fp_fusion=False)
     return out

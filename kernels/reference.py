@@ -77,9 +77,9 @@ def linear(x, weight, bias, leaves, out_dtype, out=None):
     return total.to(out_dtype) if out is None else out.copy_(total)
 
 
-def silu_and_mul(gate_up):
-    gate, up = gate_up.float().chunk(2, dim=1)
-    return (gate / by_lanes(torch.exp, -gate).add_(1.0)).mul_(up).to(gate_up.dtype)
+def gated_linear(x, weight, bias, leaves, out_dtype):
+    gate, up = linear(x, weight, bias, leaves, out_dtype).float().unflatten(1, (-1, 2)).unbind(2)
+    return (gate / by_lanes(torch.exp, -gate).add_(1.0)).mul_(up).to(out_dtype)
 
 
 def rotary_and_cache(qkv, q_norm, k_norm, eps, cos_sin, work, k_cache, v_cache, num_heads):

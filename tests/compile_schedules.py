@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from kernels import activation, attention, embedding, linear, logprobs, norm, rotary, sample, tiles
+from kernels import attention, embedding, linear, logprobs, norm, rotary, sample, tiles
 from kernels.work import ITEM_FIELDS, MERGE_FIELDS, AttentionWork
 
 TARGETS = {"sm_80": GPUTarget("cuda", 80, 32), "sm_90": GPUTarget("cuda", 90, 32), "sm_100": GPUTarget("cuda", 100, 32),
@@ -58,14 +58,17 @@ def meta(*shape, dtype=torch.bfloat16):
 def launch_table(table: tiles.Schedules, rows: int) -> None:
     """Every op at one number of rows, on the shapes of Qwen3-8B, through its launcher."""
     arrived = meta(16384, dtype=torch.int32)
-    for N, K in ((6144, 4096), (24576, 4096), (4096, 12288), (960, 576), (151936, 4096)):
+    for N, K, gated in ((6144, 4096, False), (24576, 4096, True), (4096, 12288, False), (960, 576, False),
+                        (8192, 2048, True), (3072, 576, True), (151936, 4096, False)):
         leaves = tiles.leaf_count(N, K)
-        linear.linear(meta(rows, K), meta(N, K), None, leaves, torch.float32 if N == 151936 else torch.bfloat16,
-                      table.linear_for(rows, N, leaves, 2, 4 if N == 151936 else 2), arrived)
-    linear.linear(meta(rows, 576, dtype=torch.float32), meta(960, 576, dtype=torch.float32), None, 1, torch.float32,
-                  table.linear_for(rows, 960, 1, 4), arrived)
+        dtype = torch.float32 if N == 151936 else torch.bfloat16
+        for one in next(kinds for bound, *kinds in table.linear if bound >= rows)[leaves > 1]:
+            if one.BLOCK_M * one.BLOCK_N * dtype.itemsize <= 1 << 16:  # else `linear_for` does not choose it
+                linear.linear(meta(rows, K), meta(N, K), None, leaves, dtype, one, arrived, gated=gated)
+    for gated in (False, True):
+        linear.linear(meta(rows, 576, dtype=torch.float32), meta(960, 576, dtype=torch.float32), None, 1,
+                      torch.float32, table.linear_for(rows, 960, 1, 4), arrived, gated=gated)
     norm.rms_norm(meta(rows, 4096), meta(4096), 1e-6, meta(rows, 4096))
-    activation.silu_and_mul(meta(rows, 24576))
     embedding.embedding(meta(rows, dtype=torch.int32), meta(151936, 4096), meta(rows, dtype=torch.int64))
     ints = meta(rows, dtype=torch.int32)
     work = AttentionWork(ints, ints, meta(rows, 4, dtype=torch.int32), meta(1, ITEM_FIELDS, dtype=torch.int32),

@@ -9,7 +9,7 @@ import torch
 from conftest import HAS_GPU
 
 import kernels
-from kernels import same_bits, tiles
+from kernels import reference, same_bits, tiles
 from kernels.tiles import KV_TILE, leaf_count
 from kernels.work import AttentionWork, plan_decode, plan_prefill
 
@@ -99,10 +99,61 @@ def test_rms_norm_fused_is_unfused(ops, dtype):
     assert same_bits(ops.rms_norm(x, w, 1e-6, residual), unfused)
 
 
-def test_silu_and_mul(ops, dtype):
-    x = random(ops, 3, 2 * 101, dtype=dtype, scale=4.0)
-    gate, up = x.double().chunk(2, 1)
-    close(ops.silu_and_mul(x), gate / (1 + (-gate).exp()) * up, dtype)
+@pytest.mark.parametrize("M, N, K, bias", [(1, 70, 96, True), (17, 202, 200, False), (65, 64, 2304, True)])
+def test_gated_linear(ops, dtype, M, N, K, bias):
+    """Rows of the weight are gate's and up's in turn; both are rounded, and SwiGLU of them once more."""
+    x, w = random(ops, M, K, dtype=dtype), random(ops, N, K, dtype=dtype, seed=1, scale=3 * K**-0.5)
+    b = random(ops, N, dtype=dtype, seed=2) if bias else None
+    rounded = ops.linear(x, w, b, leaf_count(N, K), dtype).double()
+    found = ops.gated_linear(x, w, b, leaf_count(N, K), dtype)
+    assert found.dtype == dtype and found.shape == (M, N // 2)
+    gate, up = rounded[:, ::2], rounded[:, 1::2]
+    close(found, gate / (1 + (-gate).exp()) * up, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_reference_gated_linear_is_the_formula_over_halves(dtype):
+    """The bits of gate's and up's rows one below the other, multiplied, cut in halves and put through SwiGLU."""
+    ops = kernels.reference_ops()
+    for M, N, K, leaves in ((1, 128, 64, 1), (5, 176, 96, 1), (33, 64, 2304, 2)):
+        x, gate, up = (random(ops, *shape, dtype=dtype, seed=i, scale=3 * K**-0.25).cpu()
+                       for i, shape in enumerate(((M, K), (N // 2, K), (N // 2, K))))
+        gate, up = gate.float(), up.float()  # as the CPU backend keeps them
+        bias = torch.linspace(-1, 1, N)
+        for b in (bias, None):
+            halves = ops.linear(x, torch.cat([gate, up]), b, leaves, dtype).float()
+            a, c = halves.chunk(2, dim=1)
+            expected = (a / reference.by_lanes(torch.exp, -a).add_(1.0)).mul_(c).to(dtype)
+            in_turn = b if b is None else torch.stack(b.chunk(2), 1).flatten()
+            found = ops.gated_linear(x, torch.stack([gate, up], 1).flatten(0, 1), in_turn, leaves, dtype)
+            assert same_bits(found, expected)
+
+
+@pytest.mark.parametrize("M, N, K, leaves, options", [
+    (5, 160, 512, 1, {}), (5, 160, 512, 1, {"tma": True}), (70, 176, 512, 1, {"tma": True, "BLOCK_M": 64}),
+    (5, 160, 512, 2, {}), (5, 160, 512, 2, {"split": True}), (5, 160, 512, 2, {"split": True, "tma": True}),
+    (3, 70, 128, 1, {"tma": True}),  # 35 columns: rows of the result start where the copy engine cannot
+    (9, 130, 200, 1, {"BLOCK_N": 32})], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_gated_product_is_the_product_then_swiglu(dtype, bias, M, N, K, leaves, options):
+    """Bit for bit SwiGLU as a kernel of its own, through pointers and the copy engine, leaves together and apart."""
+    from benchmarks.silu import silu_and_mul
+    from kernels.linear import linear
+
+    x, w, b = (torch.randn(shape, generator=torch.Generator().manual_seed(i)).to(dtype).to(DEVICE)
+               for i, shape in enumerate(((M, K), (N, K), (N,))))
+    x *= 3 * K**-0.5
+    schedule = replace(tiles.FP32 if dtype == torch.float32 else tiles.LinearSchedule(16, 64, 64, 4, 3), **options)
+    arrived = torch.zeros(64, dtype=torch.int32, device=DEVICE)
+    args = x, w, b if bias else None, leaves, dtype, schedule, arrived
+    found = linear(*args, gated=True)
+    assert not arrived.any() and same_bits(found, silu_and_mul(linear(*args)))
+    out = torch.empty_like(found)
+    assert linear(*args, out, gated=True) is out and same_bits(out, found)
+    if not HAS_GPU:  # an interpreted exp is NumPy's
+        gate, up = linear(*args).float().view(M, -1, 2).unbind(2)
+        exp = torch.from_numpy(np.exp(-gate.numpy()))
+        assert same_bits(found, (gate / (1.0 + exp) * up).to(dtype))
 
 
 def test_embedding(ops, dtype):

@@ -26,6 +26,7 @@ from model import Model, ModelConfig
 from sampler import SamplingParams
 
 PARAMS = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, seed=3, max_tokens=12, logprobs=0, ignore_eos=True)
+NAMES = ["qwen3_tied", "qwen3_untied_biased", "llama3_rope_biased"]  # of CONFIGS; the last has biases in its MLP
 CPU = torch.device("cpu")
 
 
@@ -97,9 +98,16 @@ def test_linear(ops, leaves):
           lambda x, w, b: [x @ w.T + b, x @ w.T], inputs)
 
 
-def test_silu_and_mul(ops):
-    check(lambda x: [ops.silu_and_mul(x)], lambda x: [x[:, :24] * x[:, :24].sigmoid() * x[:, 24:]],
-          {"x": 3 * random(5, 48)})
+@pytest.mark.parametrize("leaves", [1, 2])
+def test_gated_linear(ops, leaves):
+    """Rows of the weight belong to gate and up in turn."""
+    inputs = {"x": random(5, 256), "w": 0.1 * random(48, 256, seed=1), "b": random(48, seed=2)}
+
+    def exact(x, w, b):
+        sums = [(x @ w[::2].T + b[::2], x @ w[1::2].T + b[1::2]), (x @ w[::2].T, x @ w[1::2].T)]
+        return [gate * gate.sigmoid() * up for gate, up in sums]
+
+    check(lambda x, w, b: [ops.gated_linear(x, w, bias, leaves, torch.float32) for bias in (b, None)], exact, inputs)
 
 
 def test_logprobs(ops):
@@ -150,7 +158,7 @@ def test_an_op_without_a_gradient_is_refused(ops):
 def against_transformers(tmp_path_factory) -> tuple[dict[str, Path], dict, dict]:
     """Checkpoint folders, a job for each, and the gradients that transformers computes."""
     root = tmp_path_factory.mktemp("gradients")
-    folders = {name: write_checkpoint(root / name, CONFIGS[name]) for name in ("qwen3_tied", "qwen3_untied_biased")}
+    folders = {name: write_checkpoint(root / name, CONFIGS[name]) for name in NAMES}
     ids = prompts(lengths=(9, 40, 100))
     pairs = [(some[:n], some[n:]) for some, n in zip(ids, (1, 30, 64), strict=True)]
     weights = [math.cos(i) for i in range(sum(len(completion) for _, completion in pairs))]
@@ -158,7 +166,7 @@ def against_transformers(tmp_path_factory) -> tuple[dict[str, Path], dict, dict]
     return folders, jobs, ask_transformers({"gradients": jobs}, root)
 
 
-@pytest.mark.parametrize("name", ["qwen3_tied", "qwen3_untied_biased"])
+@pytest.mark.parametrize("name", NAMES)
 def test_gradients_are_those_of_transformers(against_transformers, name):
     folders, jobs, expected = against_transformers
     policy = Policy(LLM(folders[name], device="cpu", dtype="float32", num_gpu_blocks_override=4, progress=False))
@@ -280,7 +288,7 @@ def changed(folder: Path, out: Path, scale: float = 1.25) -> dict[str, torch.Ten
     return tensors
 
 
-@pytest.fixture(scope="module", params=["qwen3_tied", "qwen3_untied_biased"])
+@pytest.fixture(scope="module", params=NAMES)
 def two(request, tmp_path_factory) -> tuple[Path, Path, dict[str, torch.Tensor]]:
     """(a checkpoint folder, one with other weights, those weights in fp32)."""
     root = tmp_path_factory.mktemp("two")

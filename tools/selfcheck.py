@@ -70,10 +70,11 @@ def check_linear(device, dtype, schedules: list[LinearSchedule], K: int) -> Iter
         generator = torch.Generator(device).manual_seed(K)
         x, w = make((ROWS[-1], K), generator).to(dtype), make((272, K), generator).to(dtype)
         for leaves in (1, 2):
-            expected = {out: linear(x, w, None, leaves, out, reference, arrived) for out in (torch.float32, dtype)}
+            expected = {(out, gated): linear(x, w, None, leaves, out, reference, arrived, gated=gated)
+                        for out, gated in ((torch.float32, False), (dtype, False), (dtype, True))}
             for schedule in schedules:
-                same = all(same_bits(linear(x[:m], w, None, leaves, out, schedule, arrived), expected[out][:m])
-                           for m in ROWS for out in expected)
+                same = all(same_bits(linear(x[:m], w, None, leaves, out, schedule, arrived, gated=gated),
+                                     expected[out, gated][:m]) for m in ROWS for out, gated in expected)
                 yield Check("linear", f"{dtype}, K={K}, {leaves} leaves, {kind}, {schedule}", same, schedule)
 
 

@@ -76,6 +76,10 @@ class LinearSchedule:
     programs: int = 132
     GROUP_M: int = 8
 
+    def fits(self, out_bytes: int) -> bool:
+        """Whether a tile of the result has room beside its operands; one of 128 x 256 in fp32 (logits) has not."""
+        return self.BLOCK_M * self.BLOCK_N * out_bytes <= 1 << 16
+
 
 @dataclass(frozen=True)
 class AttentionSchedule:
@@ -105,8 +109,7 @@ class Schedules:
     decode_programs: int = 264  # programs of decode attention that run at once (2 a multiprocessor of an H200); 0: walk
 
     def linear_for(self, M: int, N: int, leaves: int, dtype_bytes: int = 2, out_bytes: int = 2) -> LinearSchedule:
-        """The schedule for M rows of a weight [N, K]. fp32 products run on plain cores and keep to one small tile; an
-        fp32 result (the logits) of 128 x 256 would not fit beside its operands."""
+        """The schedule for M rows of a weight [N, K]. fp32 products run on plain cores and keep to one small tile."""
         if dtype_bytes == 4:
             return FP32
         found = next(found for bound, *found in self.linear if bound >= M)[leaves > 1]
@@ -115,7 +118,7 @@ class Schedules:
             tiles = -(-M // s.BLOCK_M) * -(-N // s.BLOCK_N) * (leaves if s.split else 1)
             return -(-tiles // s.programs) * s.BLOCK_M * s.BLOCK_N
 
-        return min((s for s in found if s.BLOCK_M * s.BLOCK_N * out_bytes <= 1 << 16), key=time)
+        return min((s for s in found if s.fits(out_bytes)), key=time)
 
     def attention_for(self, row_bytes: int) -> tuple[tuple[AttentionSchedule, AttentionSchedule], AttentionSchedule]:
         """(decode, prefill) for rows of head_dim x itemsize bytes. Wide rows (fp32, or head_dim 256) keep to one small

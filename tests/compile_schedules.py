@@ -63,7 +63,7 @@ def launch_table(table: tiles.Schedules, rows: int) -> None:
         leaves = tiles.leaf_count(N, K)
         dtype = torch.float32 if N == 151936 else torch.bfloat16
         for one in next(kinds for bound, *kinds in table.linear if bound >= rows)[leaves > 1]:
-            if one.BLOCK_M * one.BLOCK_N * dtype.itemsize <= 1 << 16:  # else `linear_for` does not choose it
+            if one.fits(dtype.itemsize):
                 linear.linear(meta(rows, K), meta(N, K), None, leaves, dtype, one, arrived, gated=gated)
     for gated in (False, True):
         linear.linear(meta(rows, 576, dtype=torch.float32), meta(960, 576, dtype=torch.float32), None, 1,

@@ -4,7 +4,6 @@ A step computes, for each scheduled sequence, the next `num_scheduled_tokens` of
 for a prefill, mixed freely. Order is first come, first served; when blocks run out, the youngest running sequence is
 preempted and later recomputed, which costs time and changes no bit. This file knows no tensors and no kernels."""
 
-import time
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -30,14 +29,10 @@ class Sequence:
     num_computed_tokens: int = 0
     num_cached_tokens: int | None = None
     num_scheduled_tokens: int = 0
-    finish_reason: str | None = None
     block_table: list[int] = field(default_factory=list)  # empty unless it is running
     block_uids: list[object] = field(default_factory=list)  # root, then those of the leading blocks that are full
     prompt_logprobs: list = field(default_factory=list)  # entry i belongs to prompt token i; entry 0 is None
     observe: object = None  # a function of it and of the logits that its prompt logprobs come from
-    arrival_time: float = field(default_factory=time.perf_counter)
-    first_token_time: float | None = None
-    finish_time: float | None = None
 
     def __post_init__(self):
         self.num_prompt_tokens = len(self.token_ids)
@@ -45,11 +40,6 @@ class Sequence:
     @property
     def wants_prompt_logprobs(self) -> bool:
         return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens
-
-    @property
-    def needs_its_tokens(self) -> bool:
-        """Whether its next step cannot be made before the host knows the results of this one."""
-        return self.params.has_penalties or self.wants_prompt_logprobs
 
     @property
     def is_computed(self) -> bool:
@@ -73,10 +63,6 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission
         self.num_preemptions = 0
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
 
     def schedule(self) -> list[Sequence]:
         """Choose this step's sequences and set their `num_scheduled_tokens`; allocate the blocks they write.
@@ -159,11 +145,10 @@ class Scheduler:
                 break
             seq.block_uids.append(self.blocks.cache_block(seq.block_table[i], seq.block_uids[-1], tokens))
 
-    def finish(self, seq: Sequence, reason: str) -> None:
-        """End a waiting or running sequence ("stop", "length", "abort", "error") and free its blocks."""
+    def finish(self, seq: Sequence) -> None:
+        """End a waiting or running sequence and free its blocks."""
         (self.running if seq.block_table else self.waiting).remove(seq)
         self._release(seq)
-        seq.finish_reason, seq.finish_time = reason, time.perf_counter()
 
     def _release(self, seq: Sequence) -> None:
         self.blocks.release(seq.block_table)

@@ -7,7 +7,7 @@ preempted and later recomputed, which costs time and changes no bit. This file k
 from collections import deque
 from dataclasses import dataclass, field
 
-from cache import BlockManager
+from cache import KV_TILE, BlockManager
 from sampler import SamplingParams
 
 
@@ -71,7 +71,7 @@ class Scheduler:
         only when there is no work left to begin."""
         budget = self.max_num_batched_tokens
         scheduled: list[Sequence] = []
-        preemptions = self.num_preemptions
+        before = self.num_preemptions
         for seq in list(self.running):
             # Without blocks it was preempted by an older one in this very loop; computed, it waits for its last token.
             if seq.block_table and not seq.is_computed and budget > 0 and self._grant(seq, budget):
@@ -79,8 +79,7 @@ class Scheduler:
                 budget -= seq.num_scheduled_tokens
         # Victims come from the tail of `running`, behind everything scheduled so far. A step that preempted admits
         # nobody: the blocks it freed are spoken for.
-        crowded = self.num_preemptions > preemptions
-        while self.waiting and not crowded and len(self.running) < self.max_num_seqs and budget > 0:
+        while self.waiting and self.num_preemptions == before and len(self.running) < self.max_num_seqs and budget > 0:
             if not self._admit(self.waiting[0], budget):
                 break  # first come, first served: nobody overtakes the head of the queue
             self.running.append(self.waiting.popleft())
@@ -93,8 +92,8 @@ class Scheduler:
         be. False if `seq` itself had to go."""
         seq.num_scheduled_tokens = min(len(seq.token_ids) - seq.num_computed_tokens, budget)
         num_tokens = seq.num_computed_tokens + seq.num_scheduled_tokens
-        needed = -(-num_tokens // self.blocks.block_size) - len(seq.block_table)
-        while self.blocks.num_free < needed:
+        needed = -(-num_tokens // KV_TILE) - len(seq.block_table)
+        while len(self.blocks.free) < needed:
             self.preempt(self.running[-1])
             if not seq.block_table:
                 return False
@@ -107,12 +106,12 @@ class Scheduler:
         Room is asked for the whole prompt, so that a long one does not enter only to be thrown out again."""
         hit, uids = self.blocks.match([] if seq.wants_prompt_logprobs else seq.token_ids, seq.cache_salt)
         owned = sum(self.blocks.ref_count[block] > 0 for block in hit)
-        if -(-len(seq.token_ids) // self.blocks.block_size) - owned > self.blocks.num_free:
+        if -(-len(seq.token_ids) // KV_TILE) - owned > len(self.blocks.free):
             return False
         for block in hit:
             self.blocks.acquire(block)
         seq.block_table, seq.block_uids = hit, uids
-        seq.num_computed_tokens = len(hit) * self.blocks.block_size
+        seq.num_computed_tokens = len(hit) * KV_TILE
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = seq.num_computed_tokens
         return self._grant(seq, budget)
@@ -138,9 +137,8 @@ class Scheduler:
 
     def _cache_full_blocks(self, seq: Sequence) -> None:
         """Enter blocks that are full, and whose tokens are known, into the prefix index."""
-        size = self.blocks.block_size
-        for i in range(len(seq.block_uids) - 1, seq.num_computed_tokens // size):
-            tokens = seq.token_ids[i * size : (i + 1) * size]
+        for i in range(len(seq.block_uids) - 1, seq.num_computed_tokens // KV_TILE):
+            tokens = seq.token_ids[i * KV_TILE : (i + 1) * KV_TILE]
             if tokens[-1] < 0:
                 break
             seq.block_uids.append(self.blocks.cache_block(seq.block_table[i], seq.block_uids[-1], tokens))

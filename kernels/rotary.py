@@ -25,21 +25,17 @@ def rotary_and_cache_kernel(qkv_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, positi
     row_ptrs = qkv_ptr + token * TOTAL * HEAD_DIM + head * HEAD_DIM + offs  # [HEADS, HALF]
     x1 = tl.load(row_ptrs, mask=head < TOTAL, other=0.0)
     x2 = tl.load(row_ptrs + HALF, mask=head < TOTAL, other=0.0)
-    y1 = x1
-    y2 = x2
+    a = x1.to(tl.float32)
+    b = x2.to(tl.float32)
     if HAS_NORM:
-        a = x1.to(tl.float32)
-        b = x2.to(tl.float32)
         rstd = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / HEAD_DIM + eps)[:, None]
         w1 = tl.where(is_q, tl.load(q_norm_ptr + offs), tl.load(k_norm_ptr + offs))
         w2 = tl.where(is_q, tl.load(q_norm_ptr + HALF + offs), tl.load(k_norm_ptr + HALF + offs))
-        y1 = round_mul(a * rstd, w1, x1.dtype)
-        y2 = round_mul(b * rstd, w2, x1.dtype)
+        a = round_mul(a * rstd, w1, x1.dtype).to(tl.float32)
+        b = round_mul(b * rstd, w2, x1.dtype).to(tl.float32)
     position = tl.load(positions_ptr + token).to(tl.int64)
     cos = tl.load(cos_sin_ptr + position * HEAD_DIM + offs)
     sin = tl.load(cos_sin_ptr + position * HEAD_DIM + HALF + offs)
-    a = y1.to(tl.float32)
-    b = y2.to(tl.float32)
     r1 = (a * cos - b * sin).to(x1.dtype)
     r2 = (b * cos + a * sin).to(x1.dtype)
     q_ptrs = q_ptr + (token * NUM_HEADS + head) * HEAD_DIM + offs

@@ -105,7 +105,7 @@ class LLM:
             raise ValueError(f"unknown load_format {load_format!r}: use 'auto' or 'dummy'")
         name = str(Path(__file__).parent / DEFAULT_MODEL) if str(model) == DEFAULT_MODEL else str(model)
         self.folder = checkpoint.resolve(name, revision)
-        raw = checkpoint.read_json(self.folder, "config.json", required=True) | (hf_overrides or {})
+        raw = checkpoint.read_json(self.folder, "config.json") | (hf_overrides or {})
         self.config = ModelConfig.from_dict(raw)
         self.device = pick_device(device)
         self.dtype = pick_dtype(dtype, self.config, self.device)
@@ -320,11 +320,9 @@ class LLM:
         if detokenizer and (not ended or params.include_stop_str_in_output):
             piece = detokenizer.push(token, check_stop=count >= params.min_tokens)
             out.text, out.delta = out.text + piece, out.delta + piece
-        if detokenizer and detokenizer.stop_reason is not None:
-            out.stop_reason = detokenizer.stop_reason
-            self._finish(request, index, "stop")
-        elif ended:
-            out.stop_reason = token if token in params.stop_token_ids else None
+        stop = detokenizer.stop_reason if detokenizer else None
+        if ended or stop:
+            out.stop_reason = stop or (token if token in params.stop_token_ids else None)
             self._finish(request, index, "stop")
         elif count >= seq.max_new_tokens:
             self._finish(request, index, "length")
@@ -334,8 +332,8 @@ class LLM:
         seq, out, detokenizer = request.seqs[index], request.output.outputs[index], request.detokenizers[index]
         self.scheduler.finish(seq)
         out.finish_reason = reason
-        if detokenizer and detokenizer.stop_reason is None:
-            rest = detokenizer.finish()
+        if detokenizer:
+            rest = detokenizer.finish()  # nothing after a stop string
             out.text, out.delta = out.text + rest, out.delta + rest
         del self._owner[seq]
         if all(out.finish_reason for out in request.output.outputs):
@@ -360,27 +358,23 @@ class LLM:
         if len(each) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(each)} SamplingParams: give one, or one each")
         results: list[RequestOutput] = []
-        waiting: set[str] = set()
         try:
             for prompt, own in zip(prompts, each, strict=True):
                 try:
-                    request_id = self.add_request(prompt, own, **options)
-                    results.append(self.requests[request_id].output)
-                    waiting.add(request_id)
+                    results.append(self.requests[self.add_request(prompt, own, **options)].output)
                 except ValueError as error:
                     text, ids = (prompt, []) if isinstance(prompt, str) else (None, list(prompt))
                     results.append(RequestOutput("", text, ids, own or SamplingParams(), finished=True,
                                                  error=str(error)))
-            if prompts and not waiting:
+            if prompts and all(output.error for output in results):
                 raise ValueError(results[0].error)
-            with tqdm(total=len(prompts), desc="prompts", disable=not progress) as bar:
-                while waiting and self.has_unfinished_requests:  # what somebody else aborts is never returned by `step`
-                    bar.update(len(prompts) - len(waiting) - bar.n)
-                    waiting -= {output.request_id for output in self.step() if output.finished}
-                bar.update(len(prompts) - bar.n)
+            for output in tqdm(results, "prompts", disable=not progress):
+                while not output.finished:  # our steps end it, or somebody else aborts it
+                    self.step()
         finally:
-            for request_id in waiting:  # interrupted: leave nothing behind
-                self.abort(request_id)
+            for output in results:
+                if not output.finished:  # interrupted: leave nothing behind
+                    self.abort(output.request_id)
         return results
 
     def chat(self, messages: list, params: SamplingParams | None = None, progress: bool = False,

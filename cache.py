@@ -35,25 +35,22 @@ class BlockManager:
         self.key: dict[int, tuple] = {}  # cached block -> its key in `index`
         self._next_uid = 0
 
-    def match(self, token_ids: list[int], salt: str | None) -> tuple[list[int], list[object]]:
-        """(blocks, the root and their uids) of the longest cached prefix, whole blocks only; not yet acquired.
+    def acquire(self, token_ids: list[int], salt: str | None) -> tuple[list[int], list[object]]:
+        """(blocks, the root and their uids) of the longest cached prefix, whole blocks only, each owned once more.
 
         At least the last token is left to compute, since its hidden state is wanted: a prompt that is cached whole
         matches one block less (field bug 46)."""
         blocks: list[int] = []
         uids: list[object] = [("root", salt)]
         for end in range(KV_TILE, len(token_ids), KV_TILE):
-            found = self.index.get((uids[-1], tuple(token_ids[end - KV_TILE : end])))
-            if found is None:
+            block, uid = self.index.get((uids[-1], tuple(token_ids[end - KV_TILE : end])), (None, None))
+            if block is None:
                 break
-            blocks.append(found[0])
-            uids.append(found[1])
+            self.ref_count[block] += 1
+            self.free.pop(block, None)
+            blocks.append(block)
+            uids.append(uid)
         return blocks, uids
-
-    def acquire(self, block: int) -> None:
-        """Take one more reference to a block, which may be free."""
-        self.ref_count[block] += 1
-        self.free.pop(block, None)
 
     def allocate(self) -> int:
         """The least recently used free block, of which there must be one, now owned once; its cache entry is gone."""

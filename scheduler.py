@@ -50,8 +50,7 @@ class Sequence:
     @property
     def samples_this_step(self) -> bool:
         """Whether this step's last token is the sequence's last, so that its logits give the next one."""
-        done = self.num_computed_tokens + self.num_scheduled_tokens
-        return done == len(self.token_ids) and self.max_new_tokens > 0
+        return self.num_computed_tokens + self.num_scheduled_tokens == len(self.token_ids) and self.max_new_tokens > 0
 
 
 class Scheduler:
@@ -91,8 +90,7 @@ class Scheduler:
         """Schedule up to `budget` more tokens of a sequence and give it their blocks, preempting the youngest if need
         be. False if `seq` itself had to go."""
         seq.num_scheduled_tokens = min(len(seq.token_ids) - seq.num_computed_tokens, budget)
-        num_tokens = seq.num_computed_tokens + seq.num_scheduled_tokens
-        needed = -(-num_tokens // KV_TILE) - len(seq.block_table)
+        needed = -(-(seq.num_computed_tokens + seq.num_scheduled_tokens) // KV_TILE) - len(seq.block_table)
         while len(self.blocks.free) < needed:
             self.preempt(self.running[-1])
             if not seq.block_table:
@@ -104,12 +102,10 @@ class Scheduler:
         """Schedule a first chunk behind the cached prefix, and give it blocks. False if it must wait.
 
         Room is asked for the whole prompt, so that a long one does not enter only to be thrown out again."""
-        hit, uids = self.blocks.match([] if seq.wants_prompt_logprobs else seq.token_ids, seq.cache_salt)
-        owned = sum(self.blocks.ref_count[block] > 0 for block in hit)
-        if -(-len(seq.token_ids) // KV_TILE) - owned > len(self.blocks.free):
+        hit, uids = self.blocks.acquire([] if seq.wants_prompt_logprobs else seq.token_ids, seq.cache_salt)
+        if -(-len(seq.token_ids) // KV_TILE) - len(hit) > len(self.blocks.free):
+            self.blocks.release(hit)
             return False
-        for block in hit:
-            self.blocks.acquire(block)
         seq.block_table, seq.block_uids = hit, uids
         seq.num_computed_tokens = len(hit) * KV_TILE
         if seq.num_cached_tokens is None:

@@ -12,8 +12,7 @@ from kernels.work import AttentionWork
 @triton.jit
 def rotary_and_cache_kernel(qkv_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, positions_ptr, slots_ptr, q_ptr, k_cache_ptr,
                             v_cache_ptr, eps, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
-                            HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr,
-                            HAS_NORM: tl.constexpr):
+                            HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     HALF: tl.constexpr = HEAD_DIM // 2
     TOTAL: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
@@ -27,7 +26,7 @@ def rotary_and_cache_kernel(qkv_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, positi
     x2 = tl.load(row_ptrs + HALF, mask=head < TOTAL, other=0.0)
     a = x1.to(tl.float32)
     b = x2.to(tl.float32)
-    if HAS_NORM:
+    if q_norm_ptr is not None:
         rstd = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / HEAD_DIM + eps)[:, None]
         w1 = tl.where(is_q, tl.load(q_norm_ptr + offs), tl.load(k_norm_ptr + offs))
         w2 = tl.where(is_q, tl.load(q_norm_ptr + HALF + offs), tl.load(k_norm_ptr + HALF + offs))
@@ -75,9 +74,7 @@ def rotary_and_cache(qkv: torch.Tensor, q_norm: torch.Tensor | None, k_norm: tor
     assert qkv.is_contiguous() and qkv.shape[1] == total * head_dim and qkv.data_ptr() % 16 == 0
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.shape[2] == KV_TILE
     q = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
-    has_norm = q_norm is not None
     rotary_and_cache_kernel[(num_tokens, triton.cdiv(total, ROPE_TILE_HEADS))](
-        qkv, q_norm if has_norm else qkv, k_norm if has_norm else qkv, cos_sin, work.positions, work.slot_mapping, q,
-        k_cache, v_cache, eps, num_heads, num_kv_heads, head_dim, KV_TILE, ROPE_TILE_HEADS, has_norm, num_warps=1,
-        num_stages=1, enable_fp_fusion=False)
+        qkv, q_norm, k_norm, cos_sin, work.positions, work.slot_mapping, q, k_cache, v_cache, eps, num_heads,
+        num_kv_heads, head_dim, KV_TILE, ROPE_TILE_HEADS, num_warps=1, num_stages=1, enable_fp_fusion=False)
     return q

@@ -82,9 +82,7 @@ class Checkpoint:
         self.folder = Path(folder)
         weight_map = self._read_index()
         self.files = [self.folder / name for name in sorted(set(weight_map.values())) or [SINGLE_NAME]]
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.dtypes: dict[str, str] = {}
-        file_of: dict[str, str] = {}
+        self.shapes, self.dtypes, file_of = {}, {}, {}  # by tensor name
         for file in self.files:
             with open_safetensors(file) as handle:
                 for name in handle.keys():

@@ -3,7 +3,9 @@
     python bench.py --json ours.json
     VLLM_BATCH_INVARIANT=0 BENCH_ONLY=A,C,D,B,E,G python bench_vllm.py > default.jsonl
     VLLM_BATCH_INVARIANT=1 BENCH_ONLY=A,C,D,B,E,G python bench_vllm.py > invariant.jsonl
-    python benchmarks/beside.py ours.json default.jsonl invariant.jsonl --json FILE --plot FILE.png
+    python benchmarks/beside.py ours.json default.jsonl [invariant.jsonl] --json FILE --plot FILE.png
+
+Without the third, its figures are those of another run (peers.json), and the file says so.
 
 A peer's file has one JSON object a line: {"ev": "ready", "t": seconds since its start} and {"ev": "result", "w": the
 workload, "wall_s": ..., "step_ms": ...}. Prints the table that the README shows, and the ratios.
@@ -39,14 +41,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("ours")
     parser.add_argument("default")
-    parser.add_argument("invariant")
+    parser.add_argument("invariant", nargs="?")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--plot", metavar="FILE.png")
     args = parser.parse_args()
     ours = json.loads(Path(args.ours).read_text())
-    found = dict(zip(PEERS, map(peer_figures, (args.default, args.invariant))))
+    found = {"vllm_default": peer_figures(args.default)}
+    if args.invariant:
+        found["vllm_batch_invariant"] = peer_figures(args.invariant)
+    else:
+        known = report.load_peers()
+        measured = known["peers"]["vLLM BI"] | {"start_cold_s": known["peers"]["vLLM BI"]["start_s"]}
+        found["vllm_batch_invariant"] = {name: min(measured[name]) for name in FIGURES if name in measured}
     result = {"env": ours["env"], "samebits": {name: ours.get(name) for name in FIGURES},
               **{peer: {name: values.get(name) for name in FIGURES} for peer, values in found.items()}}
+    if not args.invariant:
+        result["vllm_batch_invariant"]["source"] = "another run: " + known["source"]
     peer = found["vllm_default"]
     report.table("on one GPU, in one hour", ["", "samebits", *PEERS, "default/samebits"], [
         [name, ours.get(name), *[values.get(name) for values in found.values()],

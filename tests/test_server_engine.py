@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
 
 from engine import LLM

@@ -68,6 +68,21 @@ def price_table(records: dict[str, dict], claims: bool) -> None:
             "met" if r["price_percent"] <= r["target_percent"] else "missed"] for name, r in records.items()])
 
 
+def efficiency(axes, rows: list[dict]) -> None:
+    """Products: the share of their floor that they reach, against rows; dashed the library's."""
+    products: dict[str, list] = {}
+    for r in rows:
+        if r["op"] == "linear":
+            name, M = r["shape"].split()[0], int(r["shape"].split("M=")[1])
+            products.setdefault(name, []).append((M, r["floor_us"] / r["us"], r["floor_us"] / r["peer_us"]))
+    for i, (name, points) in enumerate(products.items()):
+        M, ours, library = zip(*points, strict=True)
+        axes.plot(M, ours, "o-", color=f"C{i}", label=name)
+        axes.plot(M, library, "--", color=f"C{i}", alpha=0.5)
+    axes.set_xscale("log", base=2)
+    axes.set(title="products: share of the floor (dashed: library)", xlabel="rows", ylim=(0, None))
+
+
 def plot(result: dict, peers: dict, file: str) -> None:
     """A decode step against batch, throughput, and kernel efficiency, as far as they were measured."""
     import matplotlib
@@ -75,7 +90,8 @@ def plot(result: dict, peers: dict, file: str) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (steps, through, kernels) = plt.subplots(1, 3, figsize=(16, 4.8))
+    panels = 2 + bool(result["kernels"])
+    figure, (steps, through, *rest) = plt.subplots(1, panels, figsize=(5.3 * panels, 4.8))
     details, price = result["details"], result["price"]
     decode = sorted((int(r["load"].split()[0]), name) for name, r in details.items() if name == "C" or name[0] == "D")
     lines = {"samebits": {b: details[n]["step_ms"] for b, n in decode},
@@ -83,9 +99,10 @@ def plot(result: dict, peers: dict, file: str) -> None:
              "floor": {b: details[n]["floor"] for b, n in decode}}
     lines |= {peer["what"]: {b: min(peer[f"{n}_step_ms"]) for b, n in decode if f"{n}_step_ms" in peer}
               for peer in peers.values()}
-    for label, points in lines.items():
+    for i, (label, points) in enumerate(lines.items()):
         if points:
-            steps.plot(list(points), list(points.values()), "k:" if label == "floor" else "o-", label=label)
+            style = {"color": "k", "linestyle": ":"} if label == "floor" else {"color": f"C{i}", "marker": "o"}
+            steps.plot(list(points), list(points.values()), label=label, **style)
     steps.set_xscale("log", base=2)
     steps.set(title="decode step", xlabel="sequences", ylabel="ms", ylim=(0, None))
     steps.set_xticks([batch for batch, _ in decode], [str(batch) for batch, _ in decode])
@@ -95,22 +112,15 @@ def plot(result: dict, peers: dict, file: str) -> None:
             "floor": {n: r["out_tokens"] / r["floor"] for n, r in walls.items()}}
     bars |= {peer["what"]: {n: r["out_tokens"] / min(peer[f"{n}_wall_s"]) for n, r in walls.items()
                             if f"{n}_wall_s" in peer} for peer in peers.values()}
+    bars = {label: points for label, points in bars.items() if points}
     for i, (label, points) in enumerate(bars.items()):
-        through.bar([list(walls).index(n) + (i - 2) * 0.16 for n in points], list(points.values()), 0.16, label=label,
-                    color="lightgrey" if label == "floor" else None)
+        places = [list(walls).index(n) + (i - len(bars) / 2) * 0.16 for n in points]
+        color = "lightgrey" if label == "floor" else f"C{list(lines).index(label)}"
+        through.bar(places, list(points.values()), 0.16, label=label, color=color)
     through.set(title="throughput", ylabel="output tokens/s", xticks=range(len(walls)), xticklabels=list(walls))
-    products: dict[str, list] = {}
-    for r in result["kernels"]:
-        if r["op"] == "linear":
-            name, M = r["shape"].split()[0], int(r["shape"].split("M=")[1])
-            products.setdefault(name, []).append((M, r["floor_us"] / r["us"], r["floor_us"] / r["peer_us"]))
-    for i, (name, points) in enumerate(products.items()):
-        M, ours, library = zip(*points, strict=True)
-        kernels.plot(M, ours, "o-", color=f"C{i}", label=name)
-        kernels.plot(M, library, "--", color=f"C{i}", alpha=0.5)
-    kernels.set_xscale("log", base=2)
-    kernels.set(title="products: share of the floor (dashed: library)", xlabel="rows", ylim=(0, None))
-    for axes in (steps, through, kernels):
+    if rest:
+        efficiency(rest[0], result["kernels"])
+    for axes in (steps, through, *rest):
         axes.grid(alpha=0.3)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=8)

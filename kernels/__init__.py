@@ -66,7 +66,8 @@ def reference_ops() -> Ops:
 
 def triton_ops(device: torch.device, schedule: str = "auto", table=None) -> Ops:
     """The Triton table. `table` overrides the schedules looked up for this GPU (for tests and tuning)."""
-    from kernels import attention, embedding, linear, logprobs, norm, rotary, sample, tiles
+    from kernels import attention, linear, logprobs, norm, rotary, sample, tiles
+    from kernels.reference import embedding
 
     if table is None:
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
@@ -83,8 +84,7 @@ def triton_ops(device: torch.device, schedule: str = "auto", table=None) -> Ops:
         return attention.paged_attention(q, k_cache, v_cache, work, scale, decode[many], prefill, **options)
 
     return Ops(
-        "triton", lambda dtype: dtype, lambda ids, weight, dtype, drawn: embedding.embedding(ids, weight, drawn),
-        norm.rms_norm, run_linear, lambda *args: run_linear(*args, gated=True), rotary.rotary_and_cache, run_attention,
-        logprobs.logprobs, sample.argmax, sample.sample,
+        "triton", lambda dtype: dtype, embedding, norm.rms_norm, run_linear, lambda *args: run_linear(*args, gated=True),
+        rotary.rotary_and_cache, run_attention, logprobs.logprobs, sample.argmax, sample.sample,
         query_tile=lambda group, row_bytes: max(table.attention_for(row_bytes)[1].BLOCK_M, group) // group,
         decode_programs=table.decode_programs)

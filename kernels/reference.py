@@ -55,6 +55,7 @@ def by_lanes(function, x: torch.Tensor) -> torch.Tensor:
 
 
 def embedding(input_ids, weight, dtype, drawn):
+    """Rows of `weight`; an id of -1 - r stands for drawn[r], which the host does not know yet. A copy: on a GPU, too."""
     ids = input_ids.long()
     ids = torch.where(ids < 0, drawn[(-1 - ids).clamp(min=0)].clamp(max=len(weight) - 1), ids)
     return weight[ids].to(dtype)

@@ -98,7 +98,7 @@ class Bench:
             torch.set_num_threads(threads)
         self.model, options = model_options(args.model, gpu)
         folder = checkpoint.resolve(options["model"])
-        self.config = ModelConfig.from_dict(checkpoint.read_json(folder, "config.json", required=True))
+        self.config = ModelConfig.from_dict(checkpoint.read_json(folder, "config.json"))
         self.dtype = pick_dtype("auto", self.config, self.device)
         limits = {name: value for name in LIMITS if (value := getattr(args, name)) is not None}
         if self.small and not gpu:

@@ -20,45 +20,37 @@ def allocate_kv_cache(num_layers: int, num_blocks: int, num_kv_heads: int, head_
 
 
 class BlockManager:
-    """Owner of block ids 0 .. num_blocks - 1 of `block_size` tokens.
+    """Owner of block ids 0 .. num_blocks - 1 of KV_TILE tokens.
 
     The prefix index maps (uid of the block before, the block's own tokens) to a block and its uid. Python's dict
     compares those keys in full, so two prefixes whose hashes collide are still told apart. A uid is given when a block
     is cached and never reused: entries behind an evicted block can no longer be reached. "Before" the first block is
     ("root", salt): requests with different salts share nothing."""
 
-    def __init__(self, num_blocks: int, block_size: int = KV_TILE, enable_prefix_caching: bool = True):
-        self.num_blocks, self.block_size = num_blocks, block_size
-        self.enable_prefix_caching = enable_prefix_caching
+    def __init__(self, num_blocks: int, enable_prefix_caching: bool = True):
+        self.num_blocks, self.enable_prefix_caching = num_blocks, enable_prefix_caching
         self.ref_count = [0] * num_blocks
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # least recently used first
         self.index: dict[tuple, tuple[int, int]] = {}
         self.key: dict[int, tuple] = {}  # cached block -> its key in `index`
         self._next_uid = 0
 
-    @property
-    def num_free(self) -> int:
-        return len(self.free)
-
-    def match(self, token_ids: list[int], salt: str | None) -> tuple[list[int], list[object]]:
-        """(blocks, the root and their uids) of the longest cached prefix, whole blocks only; not yet acquired.
+    def acquire(self, token_ids: list[int], salt: str | None) -> tuple[list[int], list[object]]:
+        """(blocks, the root and their uids) of the longest cached prefix, whole blocks only, each owned once more.
 
         At least the last token is left to compute, since its hidden state is wanted: a prompt that is cached whole
         matches one block less (field bug 46)."""
         blocks: list[int] = []
         uids: list[object] = [("root", salt)]
-        for end in range(self.block_size, len(token_ids), self.block_size):
-            found = self.index.get((uids[-1], tuple(token_ids[end - self.block_size : end])))
-            if found is None:
+        for end in range(KV_TILE, len(token_ids), KV_TILE):
+            block, uid = self.index.get((uids[-1], tuple(token_ids[end - KV_TILE : end])), (None, None))
+            if block is None:
                 break
-            blocks.append(found[0])
-            uids.append(found[1])
+            self.ref_count[block] += 1
+            self.free.pop(block, None)
+            blocks.append(block)
+            uids.append(uid)
         return blocks, uids
-
-    def acquire(self, block: int) -> None:
-        """Take one more reference to a block, which may be free."""
-        self.ref_count[block] += 1
-        self.free.pop(block, None)
 
     def allocate(self) -> int:
         """The least recently used free block, of which there must be one, now owned once; its cache entry is gone."""

@@ -36,13 +36,12 @@ def resolve(model: str, revision: str | None = None) -> Path:
 
 def download(repo_id: str, revision: str | None) -> Path:
     """Fetch a hub repository into the cache, or find it there; see `resolve` for what is raised."""
-    import huggingface_hub  # here, because a local folder needs none of it
-    from huggingface_hub import errors
+    from huggingface_hub import errors, snapshot_download  # here, because a local folder needs none of it
 
     name = repo_id if revision is None else f"{repo_id} at revision {revision}"
     tried = f"tried the folder {Path(repo_id).absolute()} and the hub"
     try:
-        return Path(huggingface_hub.snapshot_download(
+        return Path(snapshot_download(
             repo_id, revision=revision, allow_patterns=["*.safetensors", "*.json", "*.jinja"],
             # Subfolders and consolidated files hold the same weights once more, in other formats.
             ignore_patterns=["*/*", "consolidated*"]))
@@ -58,12 +57,10 @@ def download(repo_id: str, revision: str | None) -> Path:
                               "(is HF_HUB_OFFLINE set?), or pass a folder") from error
 
 
-def read_json(folder: Path, name: str, required: bool = False) -> dict:
-    """Return the object in a JSON file; {} where there is no such file, unless it is `required` (ValueError)."""
+def read_json(folder: Path, name: str) -> dict:
+    """Return the object in a JSON file; {} where there is no such file. ValueError names a file that holds none."""
     path = Path(folder) / name
     if not path.is_file():
-        if required:
-            raise ValueError(f"{path} is missing; fetch it with the weights")
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -85,9 +82,7 @@ class Checkpoint:
         self.folder = Path(folder)
         weight_map = self._read_index()
         self.files = [self.folder / name for name in sorted(set(weight_map.values())) or [SINGLE_NAME]]
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.dtypes: dict[str, str] = {}
-        file_of: dict[str, str] = {}
+        self.shapes, self.dtypes, file_of = {}, {}, {}  # by tensor name
         for file in self.files:
             with open_safetensors(file) as handle:
                 for name in handle.keys():

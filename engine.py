@@ -73,6 +73,7 @@ class Request:
     output: RequestOutput
     seqs: list[Sequence]
     detokenizers: list[Detokenizer | None]
+    arrival_time: float = field(default_factory=time.perf_counter)
 
 
 class LLM:
@@ -105,7 +106,7 @@ class LLM:
             raise ValueError(f"unknown load_format {load_format!r}: use 'auto' or 'dummy'")
         name = str(Path(__file__).parent / DEFAULT_MODEL) if str(model) == DEFAULT_MODEL else str(model)
         self.folder = checkpoint.resolve(name, revision)
-        raw = checkpoint.read_json(self.folder, "config.json", required=True) | (hf_overrides or {})
+        raw = checkpoint.read_json(self.folder, "config.json") | (hf_overrides or {})
         self.config = ModelConfig.from_dict(raw)
         self.device = pick_device(device)
         self.dtype = pick_dtype(dtype, self.config, self.device)
@@ -139,7 +140,7 @@ class LLM:
         self.scheduler = Scheduler(blocks, max_num_seqs, batched)
         self.async_scheduling = self.device.type == "cuda" if async_scheduling is None else async_scheduling
         self.requests: dict[str, Request] = {}
-        self._owner: dict[int, tuple[Request, int]] = {}  # id(sequence) -> its request and index there
+        self._owner: dict[Sequence, tuple[Request, int]] = {}  # of one that has not ended: its request and index there
         self._fresh: list[CompletionOutput] = []  # those whose `delta` is the last step's
         self._in_flight = NOTHING
         self._next_id = 0
@@ -211,7 +212,7 @@ class LLM:
             request.seqs.append(seq)
             request.detokenizers.append(self.tokenizer and Detokenizer(
                 self.tokenizer, params.stop, params.include_stop_str_in_output, params.skip_special_tokens, token_ids))
-            self._owner[id(seq)] = request, index
+            self._owner[seq] = request, index
             self.scheduler.waiting.append(seq)
         self.requests[request_id] = request
         return request_id
@@ -235,13 +236,13 @@ class LLM:
             launched = self._launch(seqs) if seqs else NOTHING
             self._collect(changed)
             self._in_flight = launched
-            if not self.async_scheduling or any(seq.needs_its_tokens for seq in seqs):
+            if not self.async_scheduling or any(seq.params.has_penalties or seq.wants_prompt_logprobs for seq in seqs):
                 self._collect(changed)
         except BaseException:
             self._in_flight = NOTHING
             for seq in took_part:
-                if seq.finish_reason is None:
-                    self.abort(self._owner[id(seq)][0].output.request_id)
+                if seq in self._owner:
+                    self.abort(self._owner[seq][0].output.request_id)
             raise
         return list(changed.values())
 
@@ -262,9 +263,9 @@ class LLM:
         """Wait for the step in flight, if there is one, and take its results in."""
         (entries, collect), self._in_flight = self._in_flight, NOTHING
         for (seq, position), result in zip(entries, collect()):
-            if seq.finish_reason is not None:
+            if seq not in self._owner:
                 continue  # it ended, or was aborted, while this was under way
-            request, index = self._owner[id(seq)]
+            request, index = self._owner[seq]
             seq.prompt_logprobs += result.prompt_logprobs
             if result.token_id is not None:
                 self.scheduler.know(seq, position, result.token_id)
@@ -279,13 +280,13 @@ class LLM:
         """End a request wherever it is and free its blocks. An unknown id is ignored: it may have just ended."""
         if request := self.requests.get(request_id):
             for index, seq in enumerate(request.seqs):
-                if seq.finish_reason is None:
+                if seq in self._owner:
                     request.output.outputs[index].delta = ""
                     self._finish(request, index, "abort")
 
     @property
     def has_unfinished_requests(self) -> bool:
-        return self.scheduler.has_work
+        return bool(self.scheduler.waiting or self.scheduler.running)
 
     def _encode(self, prompt: str | list[int], add_special_tokens: bool) -> list[int]:
         if isinstance(prompt, str):
@@ -310,7 +311,7 @@ class LLM:
         if token >= self.config.vocab_size:
             request.output.error = "the model produced a NaN or no finite logit: check the weights and the dtype"
             return self._finish(request, index, "error")
-        seq.first_token_time = seq.first_token_time or time.perf_counter()
+        request.output.timings.setdefault("ttft_s", time.perf_counter() - request.arrival_time)
         out.token_ids.append(token)
         self._fresh.append(out)
         if out.logprobs is not None:
@@ -322,11 +323,9 @@ class LLM:
         if detokenizer and (not ended or params.include_stop_str_in_output):
             piece = detokenizer.push(token, check_stop=count >= params.min_tokens)
             out.text, out.delta = out.text + piece, out.delta + piece
-        if detokenizer and detokenizer.stop_reason is not None:
-            out.stop_reason = detokenizer.stop_reason
-            self._finish(request, index, "stop")
-        elif ended:
-            out.stop_reason = token if token in params.stop_token_ids else None
+        stop = detokenizer.stop_reason if detokenizer else None
+        if ended or stop:
+            out.stop_reason = stop or (token if token in params.stop_token_ids else None)
             self._finish(request, index, "stop")
         elif count >= seq.max_new_tokens:
             self._finish(request, index, "length")
@@ -334,20 +333,18 @@ class LLM:
     def _finish(self, request: Request, index: int, reason: str) -> None:
         """End sequence `index`; with the last of its sequences, the request."""
         seq, out, detokenizer = request.seqs[index], request.output.outputs[index], request.detokenizers[index]
-        self.scheduler.finish(seq, reason)
+        self.scheduler.finish(seq)
         out.finish_reason = reason
-        if detokenizer and detokenizer.stop_reason is None:
-            rest = detokenizer.finish()
+        if detokenizer:
+            rest = detokenizer.finish()  # nothing after a stop string
             out.text, out.delta = out.text + rest, out.delta + rest
-        del self._owner[id(seq)]
-        if all(s.finish_reason for s in request.seqs):
+        del self._owner[seq]
+        if all(out.finish_reason for out in request.output.outputs):
             first, output = request.seqs[0], request.output
             output.finished = True
             output.num_cached_tokens = first.num_cached_tokens or 0
             output.prompt_logprobs = first.prompt_logprobs or None
-            total = max(s.finish_time for s in request.seqs) - first.arrival_time
-            times = [s.first_token_time for s in request.seqs if s.first_token_time is not None]
-            output.timings = {"total_s": total} | ({"ttft_s": min(times) - first.arrival_time} if times else {})
+            output.timings["total_s"] = time.perf_counter() - request.arrival_time
             del self.requests[output.request_id]
 
     # Loops over `step`.
@@ -364,27 +361,23 @@ class LLM:
         if len(each) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(each)} SamplingParams: give one, or one each")
         results: list[RequestOutput] = []
-        waiting: set[str] = set()
         try:
             for prompt, own in zip(prompts, each, strict=True):
                 try:
-                    request_id = self.add_request(prompt, own, **options)
-                    results.append(self.requests[request_id].output)
-                    waiting.add(request_id)
+                    results.append(self.requests[self.add_request(prompt, own, **options)].output)
                 except ValueError as error:
                     text, ids = (prompt, []) if isinstance(prompt, str) else (None, list(prompt))
                     results.append(RequestOutput("", text, ids, own or SamplingParams(), finished=True,
                                                  error=str(error)))
-            if prompts and not waiting:
+            if prompts and all(output.error for output in results):
                 raise ValueError(results[0].error)
-            with tqdm(total=len(prompts), desc="prompts", disable=not progress) as bar:
-                while waiting and self.has_unfinished_requests:  # what somebody else aborts is never returned by `step`
-                    bar.update(len(prompts) - len(waiting) - bar.n)
-                    waiting -= {output.request_id for output in self.step() if output.finished}
-                bar.update(len(prompts) - bar.n)
+            for output in tqdm(results, "prompts", disable=not progress):
+                while not output.finished:  # our steps end it, or somebody else aborts it
+                    self.step()
         finally:
-            for request_id in waiting:  # interrupted: leave nothing behind
-                self.abort(request_id)
+            for output in results:
+                if not output.finished:  # interrupted: leave nothing behind
+                    self.abort(output.request_id)
         return results
 
     def chat(self, messages: list, params: SamplingParams | None = None, progress: bool = False,

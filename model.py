@@ -121,32 +121,27 @@ def read_rope(config: dict) -> tuple[float, str, dict]:
 
 def rotary_frequencies(config: ModelConfig) -> tuple[torch.Tensor, float]:
     """(inverse frequencies [head_dim / 2] float64, factor on cosines and sines)."""
-    D, theta, rope = config.head_dim, config.rope_theta, config.rope
+    D, theta, rope, scale = config.head_dim, config.rope_theta, config.rope, 1.0
     inverse = theta ** -(torch.arange(0, D, 2, dtype=torch.float64) / D)
-    if config.rope_type == "linear":
-        return inverse / rope["factor"], 1.0
-    if config.rope_type == "llama3":  # long wavelengths are stretched, short ones kept, blended in between
+    if config.rope_type in ("default", "linear"):
+        return inverse / rope.get("factor", 1.0), scale
+    # Long wavelengths are stretched, short ones kept, blended in between: by turns in the original length, or by index.
+    if config.rope_type == "llama3":
         turns = rope["original"] * inverse / (2 * math.pi)
         low, high = rope["low_freq_factor"], rope["high_freq_factor"]
         keep = ((turns - low) / (high - low)).clamp(0, 1)
-        return inverse * (keep + (1 - keep) / rope["factor"]), 1.0
-    if config.rope_type == "yarn":  # Peng et al. 2023, arXiv:2309.00071
-        def dimension(turns: float) -> float:  # index whose wavelength makes `turns` turns in the original length
-            return D * math.log(rope["original"] / (turns * 2 * math.pi)) / (2 * math.log(theta))
-
-        def temperature(mscale: float) -> float:
-            return 1.0 if rope["factor"] <= 1 else 0.1 * mscale * math.log(rope["factor"]) + 1.0
-
-        low, high = dimension(rope.get("beta_fast", 32)), dimension(rope.get("beta_slow", 1))
+    else:  # yarn (Peng et al. 2023, arXiv:2309.00071), between the indices that make so many turns
+        low, high = (D * math.log(rope["original"] / (turns * 2 * math.pi)) / (2 * math.log(theta))
+                     for turns in (rope.get("beta_fast", 32), rope.get("beta_slow", 1)))
         if rope.get("truncate", True):
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, D - 1)
-        ramp = (torch.arange(D // 2, dtype=torch.float64) - low) / (high - low or 0.001)
-        keep = 1 - ramp.clamp(0, 1)
+        keep = 1 - ((torch.arange(D // 2, dtype=torch.float64) - low) / (high - low or 0.001)).clamp(0, 1)
         scaled = rope.get("mscale") and rope.get("mscale_all_dim")
-        default = temperature(rope["mscale"]) / temperature(rope["mscale_all_dim"]) if scaled else temperature(1.0)
-        return inverse * (keep + (1 - keep) / rope["factor"]), rope.get("attention_factor", default)
-    return inverse, 1.0
+        above, below = (rope["mscale"], rope["mscale_all_dim"]) if scaled else (1.0, 0.0)
+        stretch = math.log(max(rope["factor"], 1.0))
+        scale = rope.get("attention_factor", (0.1 * above * stretch + 1.0) / (0.1 * below * stretch + 1.0))
+    return inverse * (keep + (1 - keep) / rope["factor"]), scale
 
 
 def rotary_table(config: ModelConfig, length: int) -> torch.Tensor:

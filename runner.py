@@ -91,13 +91,12 @@ class Runner:
             batch, _ = self._batch(fields, fields["counts"].tolist())
             ends = np.cumsum([seq.num_scheduled_tokens for seq in seqs])
             rows = upload(ends[samples] - 1, self.device)
-            if any(seq.wants_prompt_logprobs for seq in seqs):  # every row may be wanted
-                hidden_states = self.model.forward(batch, self.kv_cache)
+            scoring = any(seq.wants_prompt_logprobs for seq in seqs)  # then every row may be wanted, not only the last
+            hidden_states = self.model.forward(replace(batch, logits_rows=None if scoring else rows), self.kv_cache)
+            if scoring:
                 parts = hidden_states.split([seq.num_scheduled_tokens for seq in seqs])
                 prompt_logprobs = [self._score_prompt(seq, part) for seq, part in zip(seqs, parts, strict=True)]
                 hidden_states = hidden_states[rows]
-            else:  # only the last of each sequence goes on to the norm
-                hidden_states = self.model.forward(replace(batch, logits_rows=rows), self.kv_cache)
             logits = self.model.logits(hidden_states) if sampling else None
         wait = self._choose(logits, sampling) if sampling else list
 
@@ -118,8 +117,7 @@ class Runner:
         tables = np.zeros((len(seqs), width), np.int32)
         for row, seq in zip(tables, seqs, strict=True):
             row[: len(seq.block_table)] = seq.block_table
-        ids = [seq.token_ids[seq.num_computed_tokens : seq.num_computed_tokens + seq.num_scheduled_tokens]
-               for seq in seqs]
+        ids = [seq.token_ids[start : start + count] for seq, start, count in zip(seqs, starts, counts, strict=True)]
         slots = tables[np.repeat(np.arange(len(seqs)), counts), positions // KV_TILE] * KV_TILE + positions % KV_TILE
         config = self.model.config
         seq_lens = starts + counts
@@ -197,12 +195,8 @@ class Runner:
                 logits, tokens = logits[index], tokens[index]
             tokens = tokens.clamp(max=logits.shape[1] - 1)  # a broken row's logprob is never shown
             results += self.ops.logprobs(logits, tokens, max(wanted[i] for i in asking))
-        done = None
-        if self.device.type == "cuda":  # the results come over while the host goes on
-            results = [torch.empty(result.shape, dtype=result.dtype, pin_memory=True).copy_(result, non_blocking=True)
-                       for result in results]
-            done = torch.cuda.Event()
-            done.record()
+        results = [result.to("cpu", non_blocking=True) for result in results]  # they come over while the host goes on
+        done = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
 
         def collect() -> list[tuple]:
             if done is not None:

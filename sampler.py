@@ -96,10 +96,6 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
-    @property
-    def adjusts_logits(self) -> bool:
-        return self.has_penalties or self.min_tokens > 0 or bool(self.logit_bias)
-
 
 def completion_seed(seed: int, index: int) -> int:
     """Seed of completion `index` of a request: the request's own for 0, else hashed from both (53 bits, so that it
@@ -126,8 +122,9 @@ def adjustments(seq) -> Iterator[tuple[int, float, float]]:
 def adjust(logits: torch.Tensor, seqs: list) -> torch.Tensor:
     """A copy of `logits` with penalties, biases and bans applied; `logits` itself where no row asks for any. First
     repetition (divide a positive logit, multiply a negative one), then everything that is added."""
-    entries = [(i, token, factor, add) for i, seq in enumerate(seqs) if seq.params.adjusts_logits
-               for token, factor, add in adjustments(seq) if token < logits.shape[1]]
+    asking = [(i, seq) for i, seq in enumerate(seqs)
+              if seq.params.has_penalties or seq.params.min_tokens or seq.params.logit_bias]
+    entries = [(i, *entry) for i, seq in asking for entry in adjustments(seq) if entry[0] < logits.shape[1]]
     if not entries:
         return logits
     columns = upload(np.array(entries, np.float64).T.copy(), logits.device)  # exact for ids; factors round once

@@ -4,11 +4,10 @@ A step computes, for each scheduled sequence, the next `num_scheduled_tokens` of
 for a prefill, mixed freely. Order is first come, first served; when blocks run out, the youngest running sequence is
 preempted and later recomputed, which costs time and changes no bit. This file knows no tensors and no kernels."""
 
-import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from cache import BlockManager
+from cache import KV_TILE, BlockManager
 from sampler import SamplingParams
 
 
@@ -30,14 +29,10 @@ class Sequence:
     num_computed_tokens: int = 0
     num_cached_tokens: int | None = None
     num_scheduled_tokens: int = 0
-    finish_reason: str | None = None
     block_table: list[int] = field(default_factory=list)  # empty unless it is running
     block_uids: list[object] = field(default_factory=list)  # root, then those of the leading blocks that are full
     prompt_logprobs: list = field(default_factory=list)  # entry i belongs to prompt token i; entry 0 is None
     observe: object = None  # a function of it and of the logits that its prompt logprobs come from
-    arrival_time: float = field(default_factory=time.perf_counter)
-    first_token_time: float | None = None
-    finish_time: float | None = None
 
     def __post_init__(self):
         self.num_prompt_tokens = len(self.token_ids)
@@ -45,11 +40,6 @@ class Sequence:
     @property
     def wants_prompt_logprobs(self) -> bool:
         return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens
-
-    @property
-    def needs_its_tokens(self) -> bool:
-        """Whether its next step cannot be made before the host knows the results of this one."""
-        return self.params.has_penalties or self.wants_prompt_logprobs
 
     @property
     def is_computed(self) -> bool:
@@ -60,8 +50,7 @@ class Sequence:
     @property
     def samples_this_step(self) -> bool:
         """Whether this step's last token is the sequence's last, so that its logits give the next one."""
-        done = self.num_computed_tokens + self.num_scheduled_tokens
-        return done == len(self.token_ids) and self.max_new_tokens > 0
+        return self.num_computed_tokens + self.num_scheduled_tokens == len(self.token_ids) and self.max_new_tokens > 0
 
 
 class Scheduler:
@@ -74,10 +63,6 @@ class Scheduler:
         self.running: list[Sequence] = []  # in order of admission
         self.num_preemptions = 0
 
-    @property
-    def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
-
     def schedule(self) -> list[Sequence]:
         """Choose this step's sequences and set their `num_scheduled_tokens`; allocate the blocks they write.
 
@@ -85,7 +70,7 @@ class Scheduler:
         only when there is no work left to begin."""
         budget = self.max_num_batched_tokens
         scheduled: list[Sequence] = []
-        preemptions = self.num_preemptions
+        before = self.num_preemptions
         for seq in list(self.running):
             # Without blocks it was preempted by an older one in this very loop; computed, it waits for its last token.
             if seq.block_table and not seq.is_computed and budget > 0 and self._grant(seq, budget):
@@ -93,8 +78,7 @@ class Scheduler:
                 budget -= seq.num_scheduled_tokens
         # Victims come from the tail of `running`, behind everything scheduled so far. A step that preempted admits
         # nobody: the blocks it freed are spoken for.
-        crowded = self.num_preemptions > preemptions
-        while self.waiting and not crowded and len(self.running) < self.max_num_seqs and budget > 0:
+        while self.waiting and self.num_preemptions == before and len(self.running) < self.max_num_seqs and budget > 0:
             if not self._admit(self.waiting[0], budget):
                 break  # first come, first served: nobody overtakes the head of the queue
             self.running.append(self.waiting.popleft())
@@ -106,9 +90,8 @@ class Scheduler:
         """Schedule up to `budget` more tokens of a sequence and give it their blocks, preempting the youngest if need
         be. False if `seq` itself had to go."""
         seq.num_scheduled_tokens = min(len(seq.token_ids) - seq.num_computed_tokens, budget)
-        num_tokens = seq.num_computed_tokens + seq.num_scheduled_tokens
-        needed = -(-num_tokens // self.blocks.block_size) - len(seq.block_table)
-        while self.blocks.num_free < needed:
+        needed = -(-(seq.num_computed_tokens + seq.num_scheduled_tokens) // KV_TILE) - len(seq.block_table)
+        while len(self.blocks.free) < needed:
             self.preempt(self.running[-1])
             if not seq.block_table:
                 return False
@@ -119,14 +102,12 @@ class Scheduler:
         """Schedule a first chunk behind the cached prefix, and give it blocks. False if it must wait.
 
         Room is asked for the whole prompt, so that a long one does not enter only to be thrown out again."""
-        hit, uids = self.blocks.match([] if seq.wants_prompt_logprobs else seq.token_ids, seq.cache_salt)
-        owned = sum(self.blocks.ref_count[block] > 0 for block in hit)
-        if -(-len(seq.token_ids) // self.blocks.block_size) - owned > self.blocks.num_free:
+        hit, uids = self.blocks.acquire([] if seq.wants_prompt_logprobs else seq.token_ids, seq.cache_salt)
+        if -(-len(seq.token_ids) // KV_TILE) - len(hit) > len(self.blocks.free):
+            self.blocks.release(hit)
             return False
-        for block in hit:
-            self.blocks.acquire(block)
         seq.block_table, seq.block_uids = hit, uids
-        seq.num_computed_tokens = len(hit) * self.blocks.block_size
+        seq.num_computed_tokens = len(hit) * KV_TILE
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = seq.num_computed_tokens
         return self._grant(seq, budget)
@@ -152,18 +133,16 @@ class Scheduler:
 
     def _cache_full_blocks(self, seq: Sequence) -> None:
         """Enter blocks that are full, and whose tokens are known, into the prefix index."""
-        size = self.blocks.block_size
-        for i in range(len(seq.block_uids) - 1, seq.num_computed_tokens // size):
-            tokens = seq.token_ids[i * size : (i + 1) * size]
+        for i in range(len(seq.block_uids) - 1, seq.num_computed_tokens // KV_TILE):
+            tokens = seq.token_ids[i * KV_TILE : (i + 1) * KV_TILE]
             if tokens[-1] < 0:
                 break
             seq.block_uids.append(self.blocks.cache_block(seq.block_table[i], seq.block_uids[-1], tokens))
 
-    def finish(self, seq: Sequence, reason: str) -> None:
-        """End a waiting or running sequence ("stop", "length", "abort", "error") and free its blocks."""
+    def finish(self, seq: Sequence) -> None:
+        """End a waiting or running sequence and free its blocks."""
         (self.running if seq.block_table else self.waiting).remove(seq)
         self._release(seq)
-        seq.finish_reason, seq.finish_time = reason, time.perf_counter()
 
     def _release(self, seq: Sequence) -> None:
         self.blocks.release(seq.block_table)

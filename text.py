@@ -2,8 +2,7 @@
 
 Must not know the model or the scheduler. A `Tokenizer` may be shared; a `Detokenizer` belongs to one sequence. What it
 releases, joined, is what `Tokenizer.decode` gives for the same ids up to the stop string, wherever the tokens' borders
-lie. (But where <0x..> tokens spell broken UTF-8, `decode` takes back the run's good characters; released text stays.)
-"""
+lie. (Where <0x..> tokens spell broken UTF-8, `decode` takes back the run's good characters; released text stays.)"""
 
 import codecs
 import json
@@ -147,19 +146,15 @@ class Detokenizer:
     Bytes go through an incremental UTF-8 decoder; a token whose text depends on the one before it (sentencepiece's
     first space) is decoded behind that one: constant work a token. The stop string complete first wins; of two complete
     at one character, the longer. Text is held back only while its end can become one. Give `prompt_ids` where the text
-    continues the prompt, to keep its first space. Raises ValueError if a stop string is empty or not a string."""
+    continues the prompt, to keep its first space. Stop strings are not empty (`SamplingParams.validate`)."""
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), include_stop_str_in_output: bool = False,
                  skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()):
-        self._stop = (stop,) if isinstance(stop, str) else tuple(stop)
-        if not all(isinstance(string, str) and string for string in self._stop):
-            raise ValueError(f"stop strings must be non-empty strings, got {list(self._stop)!r}")
-        self._tokenizer = tokenizer
-        self._include_stop = include_stop_str_in_output
+        self._tokenizer, self._stop, self._include_stop = tokenizer, stop, include_stop_str_in_output
         self._skipped_ids = tokenizer.special_token_ids if skip_special_tokens else frozenset()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        shown_ids = (i for i in reversed(prompt_ids) if i not in self._skipped_ids and tokenizer.token_bytes(i) != b"")
-        self._last_id = next(shown_ids, None)
+        self._before = next(([i] for i in reversed(prompt_ids)  # the last token that has text, if there is one
+                             if i not in self._skipped_ids and tokenizer.token_bytes(i) != b""), [])
         self._held = ""
         self.stop_reason: str | None = None
 
@@ -194,10 +189,9 @@ class Detokenizer:
             return ""
         data = self._tokenizer.token_bytes(token_id)
         if data is not None:
-            self._last_id = token_id if data else self._last_id
+            self._before = [token_id] if data else self._before
             return self._utf8.decode(data)
-        before = [] if self._last_id is None else [self._last_id]
-        self._last_id = token_id
+        before, self._before = self._before, [token_id]
         unfinished = self._utf8.decode(b"", final=True)  # a token of text ends a run of byte tokens, whole or not
         known, text = (self._tokenizer.decode(ids, skip_special_tokens=False) for ids in (before, before + [token_id]))
         return unfinished + text[len(known):]

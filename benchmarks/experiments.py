@@ -419,7 +419,7 @@ def main(args: argparse.Namespace, env: dict, ops: Ops | None) -> int:
     small = (args.workloads or ("full" if gpu else "small")) == "small"
     model, options = model_options(args.model, gpu)
     folder = checkpoint.resolve(options["model"])
-    config = ModelConfig.from_dict(checkpoint.read_json(folder, "config.json", required=True))
+    config = ModelConfig.from_dict(checkpoint.read_json(folder, "config.json"))
     limits = {name: value for name in LIMITS if (value := getattr(args, name))}
     if not gpu:  # in the checkpoint's own dtype, as a GPU would: in fp32 a twin's flaw takes longer to show
         torch.set_num_threads(args.threads or 1)

@@ -14,13 +14,12 @@ def round_mul(x, weight, dtype: tl.constexpr):
 
 
 @triton.jit
-def rms_norm_kernel(x_ptr, residual_ptr, weight_ptr, out_ptr, eps, N: tl.constexpr, BLOCK: tl.constexpr,
-                    HAS_RESIDUAL: tl.constexpr):
+def rms_norm_kernel(x_ptr, residual_ptr, weight_ptr, out_ptr, eps, N: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
     mask = offs < N
     x = tl.load(x_ptr + row * N + offs, mask=mask, other=0.0)
-    if HAS_RESIDUAL:
+    if residual_ptr is not None:
         residual = tl.load(residual_ptr + row * N + offs, mask=mask, other=0.0)
         x = (residual.to(tl.float32) + x.to(tl.float32)).to(x.dtype)
         tl.store(residual_ptr + row * N + offs, x, mask=mask)
@@ -46,6 +45,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
     assert residual is None or (residual.is_contiguous() and residual.data_ptr() % 16 == 0)
     out = torch.empty_like(x)
     BLOCK, num_warps = row_block(N)
-    rms_norm_kernel[(M,)](x, x if residual is None else residual, weight, out, eps, N, BLOCK, residual is not None,
-                          num_warps=num_warps, num_stages=1, enable_fp_fusion=False)
+    rms_norm_kernel[(M,)](x, residual, weight, out, eps, N, BLOCK, num_warps=num_warps, num_stages=1,
+                          enable_fp_fusion=False)
     return out

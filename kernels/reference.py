@@ -157,13 +157,12 @@ class LockStep:
             for alpha, term in zip(alphas, rest, strict=True):
                 acc = acc * alpha + term
             last = running[:, -1]
-            if total is None:  # every row sees key 0, so the first split is there for all and merges into nothing
-                total = last, acc
-            else:  # the merge, in position order
+            if total is not None:  # the merge, in position order; every row sees key 0, so the first is never empty
                 m_old, acc_old = total
-                m = torch.maximum(m_old, last)
-                a, b = by_lanes(torch.exp2, torch.cat([m_old, last], -1) - m).split(1, -1)
-                total = m, acc_old * a + acc * b
+                m_new = torch.maximum(m_old, last)
+                a, b = by_lanes(torch.exp2, torch.cat([m_old, last], -1) - m_new).split(1, -1)
+                last, acc = m_new, acc_old * a + acc * b
+            total = last, acc
         acc = total[1].view(-1, D + 1)
         return (acc[:, :D] / acc[:, D:]).to(dtype)
 

@@ -12,8 +12,7 @@ from kernels.work import AttentionWork
 @triton.jit
 def rotary_and_cache_kernel(qkv_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, positions_ptr, slots_ptr, q_ptr, k_cache_ptr,
                             v_cache_ptr, eps, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
-                            HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr,
-                            HAS_NORM: tl.constexpr):
+                            HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     HALF: tl.constexpr = HEAD_DIM // 2
     TOTAL: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
@@ -25,21 +24,17 @@ def rotary_and_cache_kernel(qkv_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, positi
     row_ptrs = qkv_ptr + token * TOTAL * HEAD_DIM + head * HEAD_DIM + offs  # [HEADS, HALF]
     x1 = tl.load(row_ptrs, mask=head < TOTAL, other=0.0)
     x2 = tl.load(row_ptrs + HALF, mask=head < TOTAL, other=0.0)
-    y1 = x1
-    y2 = x2
-    if HAS_NORM:
-        a = x1.to(tl.float32)
-        b = x2.to(tl.float32)
+    a = x1.to(tl.float32)
+    b = x2.to(tl.float32)
+    if q_norm_ptr is not None:
         rstd = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / HEAD_DIM + eps)[:, None]
         w1 = tl.where(is_q, tl.load(q_norm_ptr + offs), tl.load(k_norm_ptr + offs))
         w2 = tl.where(is_q, tl.load(q_norm_ptr + HALF + offs), tl.load(k_norm_ptr + HALF + offs))
-        y1 = round_mul(a * rstd, w1, x1.dtype)
-        y2 = round_mul(b * rstd, w2, x1.dtype)
+        a = round_mul(a * rstd, w1, x1.dtype).to(tl.float32)
+        b = round_mul(b * rstd, w2, x1.dtype).to(tl.float32)
     position = tl.load(positions_ptr + token).to(tl.int64)
     cos = tl.load(cos_sin_ptr + position * HEAD_DIM + offs)
     sin = tl.load(cos_sin_ptr + position * HEAD_DIM + HALF + offs)
-    a = y1.to(tl.float32)
-    b = y2.to(tl.float32)
     r1 = (a * cos - b * sin).to(x1.dtype)
     r2 = (b * cos + a * sin).to(x1.dtype)
     q_ptrs = q_ptr + (token * NUM_HEADS + head) * HEAD_DIM + offs
@@ -79,9 +74,7 @@ def rotary_and_cache(qkv: torch.Tensor, q_norm: torch.Tensor | None, k_norm: tor
     assert qkv.is_contiguous() and qkv.shape[1] == total * head_dim and qkv.data_ptr() % 16 == 0
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.shape[2] == KV_TILE
     q = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
-    has_norm = q_norm is not None
     rotary_and_cache_kernel[(num_tokens, triton.cdiv(total, ROPE_TILE_HEADS))](
-        qkv, q_norm if has_norm else qkv, k_norm if has_norm else qkv, cos_sin, work.positions, work.slot_mapping, q,
-        k_cache, v_cache, eps, num_heads, num_kv_heads, head_dim, KV_TILE, ROPE_TILE_HEADS, has_norm, num_warps=1,
-        num_stages=1, enable_fp_fusion=False)
+        qkv, q_norm, k_norm, cos_sin, work.positions, work.slot_mapping, q, k_cache, v_cache, eps, num_heads,
+        num_kv_heads, head_dim, KV_TILE, ROPE_TILE_HEADS, num_warps=1, num_stages=1, enable_fp_fusion=False)
     return q

@@ -73,10 +73,9 @@ def total_from(row_ptr, V, cut, peak, temperature, COUNT: tl.constexpr, SCALE_BI
 
 
 @triton.jit
-def find_cut(row_ptr, V, cut, target, peak, temperature, COUNT: tl.constexpr, SCALE_BITS: tl.constexpr,
+def find_cut(row_ptr, V, low, target, peak, temperature, COUNT: tl.constexpr, SCALE_BITS: tl.constexpr,
              BLOCK: tl.constexpr):
-    """The highest rank from which on the weight reaches `target`, by bisection; from `cut` on it does."""
-    low = cut
+    """The highest rank from which on the weight reaches `target`, by bisection; from `low` on it does."""
     high = rank(peak, 0, V)
     while low < high:
         middle = (low + high + 1) >> 1

@@ -65,7 +65,7 @@ class Metrics:
             (GaugeMetricFamily, "num_requests_running", "Completions in the running batch.", len(scheduler.running)),
             (GaugeMetricFamily, "num_requests_waiting", "Completions waiting for a place.", len(scheduler.waiting)),
             (GaugeMetricFamily, "kv_cache_usage_perc", "Share of the cache's blocks in use, 0 to 1.",
-             1 - blocks.num_free / blocks.num_blocks),
+             1 - len(blocks.free) / blocks.num_blocks),
             (CounterMetricFamily, "num_preemptions", "Preemptions so far.", scheduler.num_preemptions),
         ):
             metric = family(f"samebits:{name}", text, labels=["model_name"])

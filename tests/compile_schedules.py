@@ -37,7 +37,7 @@ def source(kernel: JITFunction, bound: dict) -> tuple[ASTSource, dict]:
     signature, constants, attributes = {}, {}, {}
     for i, param in enumerate(kernel.params):
         value = bound[param.name]
-        if param.is_constexpr:
+        if param.is_constexpr or value is None:
             signature[param.name], constants[param.name] = "constexpr", value
         elif isinstance(value, TensorDescriptor):
             signature[param.name] = f"tensordesc<{TYPES[value.base.dtype][1:]}{list(value.block_shape)}>"

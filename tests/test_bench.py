@@ -33,7 +33,7 @@ def call(capsys, monkeypatch):
 
 
 def shape(name: str) -> ModelConfig:
-    return ModelConfig.from_dict(read_json(model_options(name, True)[1]["model"], "config.json", required=True))
+    return ModelConfig.from_dict(read_json(model_options(name, True)[1]["model"], "config.json"))
 
 
 def test_tables_and_json(call, tmp_path):

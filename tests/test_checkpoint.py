@@ -147,10 +147,8 @@ def test_broken_index_is_refused(tmp_path, content):
 
 def test_read_json(tmp_path):
     (tmp_path / "config.json").write_text('{"a": 1}')
-    assert checkpoint.read_json(tmp_path, "config.json", required=True) == {"a": 1}
+    assert checkpoint.read_json(tmp_path, "config.json") == {"a": 1}
     assert checkpoint.read_json(tmp_path, "generation_config.json") == {}
-    with pytest.raises(ValueError, match="generation_config.json is missing"):
-        checkpoint.read_json(tmp_path, "generation_config.json", required=True)
 
 
 def test_resolve_local(tmp_path, monkeypatch):

@@ -63,7 +63,7 @@ def llm(make) -> LLM:
 
 def assert_empty(llm: LLM) -> None:
     llm.scheduler.check_integrity()
-    assert llm.scheduler.blocks.num_free == llm.scheduler.blocks.num_blocks
+    assert len(llm.scheduler.blocks.free) == llm.scheduler.blocks.num_blocks
     assert not llm.requests and not llm._owner and not llm.has_unfinished_requests and llm.step() == []
 
 
@@ -137,7 +137,8 @@ BAD = [("max_tokens", 0), ("max_tokens", 1.5), ("min_tokens", -1), ("temperature
        ("min_p", -0.1), ("min_p", 1.5), ("seed", 2**63), ("seed", 1.0), ("n", 0), ("n", True), ("logprobs", -1),
        ("logprobs", 21), ("prompt_logprobs", 21), ("repetition_penalty", 0), ("repetition_penalty", -1),
        ("presence_penalty", 2.1), ("frequency_penalty", -2.1), ("stop", ("",)), ("stop", (5,)),
-       ("stop_token_ids", (-1,)), ("stop_token_ids", ("a",)), ("logit_bias", {-1: 1.0}), ("logit_bias", {5: math.inf}),
+       ("stop", ""), ("stop", ("a", "")), ("stop_token_ids", (-1,)), ("stop_token_ids", ("a",)),
+       ("logit_bias", {-1: 1.0}), ("logit_bias", {5: math.inf}),
        ("n", None), ("min_tokens", None), ("presence_penalty", None),  # None would end everybody's step
        ("logit_bias", {5: 1e300}), ("repetition_penalty", 5e-324), ("temperature", 1e300)]  # fp32 cannot hold them
 

@@ -71,8 +71,8 @@ def client(url):
 def assert_all_given_back(service, seconds: float = 10) -> None:
     """Soon after the last client has gone, no request, no block and no place in the queue is held."""
     blocks, deadline = service.llm.scheduler.blocks, time.monotonic() + seconds
-    while service.engine.num_pending or service.llm.requests or blocks.num_free != blocks.num_blocks:
-        assert time.monotonic() < deadline, (service.engine.num_pending, service.llm.requests, blocks.num_free)
+    while service.engine.num_pending or service.llm.requests or len(blocks.free) != blocks.num_blocks:
+        assert time.monotonic() < deadline, (service.engine.num_pending, service.llm.requests, len(blocks.free))
         time.sleep(0.02)
 
 

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from numbers import Integral
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +23,7 @@ from cache import BlockManager, allocate_kv_cache
 from kernels import Ops, make_ops
 from kernels.tiles import KV_TILE
 from model import DTYPES, Model, ModelConfig
+from parallel import LOST, Ranks, on_all_ranks
 from runner import Runner, StepOutput
 from sampler import SamplingParams, completion_seed
 from scheduler import Scheduler, Sequence
@@ -87,7 +88,8 @@ class LLM:
     max_num_seqs, max_num_batched_tokens: most sequences and tokens in a step
     gpu_memory_utilization: share of the GPU's memory to use; num_gpu_blocks_override: size of the cache in blocks of 64
     enable_prefix_caching, enforce_eager (no CUDA graphs): as in vLLM; ops: another op table (tests, benchmarks)
-    async_scheduling: launch a step before the tokens of the last are known to the host [on a GPU]"""
+    async_scheduling: launch a step before the tokens of the last are known to the host [on a GPU]
+    tensor_parallel_size: GPUs of this host to share the weights among (parallel.py); _ranks: its own, of the others"""
 
     def __init__(self, model: str | Path = DEFAULT_MODEL, *, revision: str | None = None, device: str = "auto",
                  dtype: str = "auto", schedule: str = "auto", load_format: str = "auto",
@@ -95,9 +97,11 @@ class LLM:
                  max_num_batched_tokens: int | None = None, gpu_memory_utilization: float = 0.85,
                  num_gpu_blocks_override: int | None = None, enable_prefix_caching: bool = True,
                  enforce_eager: bool = False, async_scheduling: bool | None = None, ops: Ops | None = None,
-                 progress: bool = True):
+                 progress: bool = True, tensor_parallel_size: int = 1, _ranks: Ranks | None = None):
+        options = {name: value for name, value in locals().items() if name not in ("self", "_ranks")}
         for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens),
-                            ("num_gpu_blocks_override", num_gpu_blocks_override)):
+                            ("num_gpu_blocks_override", num_gpu_blocks_override),
+                            ("tensor_parallel_size", tensor_parallel_size)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if load_format not in ("auto", "dummy"):
@@ -113,7 +117,10 @@ class LLM:
         limit = self.config.max_model_len
         if max_model_len is not None and not 1 <= max_model_len <= limit:
             raise ValueError(f"max_model_len {max_model_len} must be between 1 and {limit}, the model's own limit")
-        self.model = Model(self.config, self.ops, self.device, self.dtype, max_model_len or limit)
+        self.ranks = _ranks or Ranks(tensor_parallel_size)
+        self.model = Model(self.config, self.ops, self.device, self.dtype, max_model_len or limit, self.ranks.rank,
+                           self.ranks.size)
+        self.ranks.start(self, options | {"model": self.folder, "revision": None, "progress": False})
         if load_format == "dummy":
             self.model.load_dummy(progress)
         else:
@@ -121,17 +128,20 @@ class LLM:
         self.tokenizer = Tokenizer(self.folder) if (self.folder / "tokenizer.json").is_file() else None
         self.generation_config = checkpoint.read_json(self.folder, "generation_config.json")
         self.eos_token_ids = end_token_ids(self.generation_config, raw, self.tokenizer)
+        self.model.group = self.ranks.connect(self.device)
 
-        self._new_cache = lambda num_blocks: allocate_kv_cache(
-            self.config.num_layers, num_blocks, self.config.num_kv_heads, self.config.head_dim, self.dtype, self.device)
+        self._new_cache = partial(allocate_kv_cache, self.config.num_layers, num_kv_heads=self.model.num_kv_heads,
+                                  head_dim=self.config.head_dim, dtype=self.dtype, device=self.device)
         batched = max_num_batched_tokens or (8192 if self.device.type == "cuda" else 512)
-        num_blocks = num_gpu_blocks_override or self._measure_blocks(gpu_memory_utilization, max_num_seqs, batched)
+        num_blocks = self.ranks.least(
+            num_gpu_blocks_override or self._measure_blocks(gpu_memory_utilization, max_num_seqs, batched))
         self.max_model_len = min(max_model_len or limit, num_blocks * KV_TILE)
         if max_model_len is not None and self.max_model_len < max_model_len:
             raise ValueError(f"the cache has room for {num_blocks * KV_TILE} tokens, less than max_model_len "
                              f"{max_model_len}: lower it, or give the engine more memory")
         self.runner = Runner(self.model, self.ops, self._new_cache(num_blocks), max_num_seqs, self.max_model_len,
                              enforce_eager)
+        self.ranks.runner = self.runner
         blocks = BlockManager(num_blocks, enable_prefix_caching=enable_prefix_caching)
         self.scheduler = Scheduler(blocks, max_num_seqs, batched)
         self.async_scheduling = self.device.type == "cuda" if async_scheduling is None else async_scheduling
@@ -144,7 +154,7 @@ class LLM:
     def _measure_blocks(self, utilization: float, max_num_seqs: int, max_num_batched_tokens: int) -> int:
         """How many cache blocks fit beside the weights and the largest step's working memory."""
         c = self.config
-        block_bytes = 2 * c.num_layers * c.num_kv_heads * KV_TILE * c.head_dim * self.dtype.itemsize
+        block_bytes = 2 * c.num_layers * self.model.num_kv_heads * KV_TILE * c.head_dim * self.dtype.itemsize
         if self.device.type == "cpu":
             return max(1, CPU_CACHE_BYTES // block_bytes)
         if not 0 < utilization <= 1:
@@ -176,7 +186,7 @@ class LLM:
         different `cache_salt`s share no cached prefix. `score_only` N: compute the prompt and stop, without logprobs of
         its first N tokens; `observe` gets the sequence and the logits [num_rows, vocab_size] of the others."""
         if self.runner.kv_cache is None:
-            raise RuntimeError(ASLEEP)
+            raise RuntimeError(self.ranks.lost or ASLEEP)
         params = (params or SamplingParams()).resolve(self.generation_config)
         token_ids = self._encode(prompt, add_special_tokens)
         room = self.max_model_len - len(token_ids) + (score_only > 0)
@@ -194,15 +204,24 @@ class LLM:
             self._next_id += 1
             request_id = f"req-{self._next_id}"
         seed = params.seed if params.seed is not None else secrets.randbits(53)
+        self._enqueue(request_id, prompt if isinstance(prompt, str) else None, token_ids, params, seed, room,
+                      cache_salt, score_only)
+        self.requests[request_id].seqs[0].observe = observe
+        return request_id
+
+    @on_all_ranks
+    def _enqueue(self, request_id: str, prompt: str | None, token_ids: list[int], params: SamplingParams, seed: int,
+                 room: int, cache_salt: str | None, score_only: int) -> None:
+        """The part of `add_request` that cannot fail and leaves nothing to chance."""
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
-        output = RequestOutput(request_id, prompt if isinstance(prompt, str) else None, token_ids, params)
+        output = RequestOutput(request_id, prompt, token_ids, params)
         request = Request(output, [], [])
         for index in range(params.n):
             own = params if index == 0 else replace(params, prompt_logprobs=None)
             seq = Sequence(list(token_ids), own, completion_seed(seed, index),
                            0 if score_only else min(params.max_tokens or room, room), ends, cache_salt)
             if own.prompt_logprobs is not None:
-                seq.prompt_logprobs, seq.observe = [None] * max(1, score_only), observe
+                seq.prompt_logprobs = [None] * max(1, score_only)
             output.outputs.append(CompletionOutput(index, seq.seed, logprobs=None if params.logprobs is None else [],
                                                    top_logprobs=[] if params.logprobs else None))
             request.seqs.append(seq)
@@ -211,8 +230,8 @@ class LLM:
             self._owner[id(seq)] = request, index
             self.scheduler.waiting.append(seq)
         self.requests[request_id] = request
-        return request_id
 
+    @on_all_ranks
     def step(self) -> list[RequestOutput]:
         """Run one step; returns the requests that gained tokens or ended. If it raises, those that took part end.
 
@@ -220,7 +239,7 @@ class LLM:
         host's work costs no time; a token is then returned one call later, and the token after an end is thrown away.
         A request with penalties or prompt logprobs, whose tokens the host must see first, makes its steps wait."""
         if self.runner.kv_cache is None:
-            raise RuntimeError(ASLEEP)
+            raise RuntimeError(self.ranks.lost or ASLEEP)
         for out in self._fresh:
             out.delta = ""
         self._fresh = []
@@ -236,6 +255,7 @@ class LLM:
                 self._collect(changed)
         except BaseException:
             self._in_flight = NOTHING
+            self.ranks.close(LOST)
             for seq in took_part:
                 if seq.finish_reason is None:
                     self.abort(self._owner[id(seq)][0].output.request_id)
@@ -272,6 +292,7 @@ class LLM:
                 continue
             changed[request.output.request_id] = request.output
 
+    @on_all_ranks
     def abort(self, request_id: str) -> None:
         """End a request wherever it is and free its blocks. An unknown id is ignored: it may have just ended."""
         if request := self.requests.get(request_id):
@@ -429,23 +450,31 @@ class LLM:
     def update_weights(self, weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take new weights, by checkpoint name, into the place of the old, rounded to this engine's dtype. Where one is
         missing, unknown or of another shape, ValueError names it and the old ones stay (see examples/ON_POLICY.md)."""
+        sent = {"device": "cpu", "copy": True, "memory_format": torch.contiguous_format} if self.ranks.size > 1 else {}
+        self._update_weights({name: tensor.detach().to(**sent) for name, tensor in dict(weights).items()})
+
+    @on_all_ranks
+    def _update_weights(self, new: dict[str, torch.Tensor]) -> None:
         self._settle()
-        new = {name: tensor.detach() for name, tensor in dict(weights).items()}
         self.model.load(SimpleNamespace(shapes={name: tensor.shape for name, tensor in new.items()},
                                         dtypes={name: tensor.dtype for name, tensor in new.items()},
                                         tensors=lambda progress: new.items()))
         self.load_format = "updated"
         self.__dict__.pop("fingerprint_parts", None)
+        if self.ranks.pipes:  # the new weights are whole here, and then nowhere
+            self.fingerprint_parts = receipts.fingerprint_parts(self, new)
 
+    @on_all_ranks
     def sleep(self) -> None:
         """Lend the memory of the KV cache and the CUDA graphs to others, until `wake`; the weights stay."""
         self._settle()
         self.runner.use_cache(None)
         torch.cuda.empty_cache()  # nothing where there is no GPU
 
+    @on_all_ranks
     def wake(self) -> None:
         """Take the memory back. The cache is empty; graphs are captured again when they are first needed."""
-        if self.runner.kv_cache is None:
+        if self.runner.kv_cache is None and not self.ranks.lost:
             self.runner.use_cache(self._new_cache(self.scheduler.blocks.num_blocks))
 
     def _settle(self) -> None:

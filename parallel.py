@@ -113,6 +113,8 @@ class Ranks:
         """End the other ranks. `lost`: why, if they may be in the middle of a step."""
         self.lost = lost
         if self.processes and not self.closed.is_set():
+            if lost and connection.wait([process.sentinel for process in self.processes], 0.5):
+                time.sleep(GRACE)  # a rank has died: this is the echo, and `watch` ends the program
             self.closed.set()
             if torch.cuda.is_initialized() and not lost:
                 torch.cuda.synchronize()  # a step may outlive its requests, and takes all ranks to end
@@ -128,10 +130,12 @@ class Ranks:
 
 def watch(processes: list, closed: threading.Event) -> None:
     """A thread of rank 0. Without one of the others it would wait for ever, where no exception reaches it."""
-    connection.wait([process.sentinel for process in processes])
+    dead = connection.wait([process.sentinel for process in processes])[0]
     if not closed.is_set():
-        rank, code = next((rank, p.exitcode) for rank, p in enumerate(processes, 1) if p.exitcode is not None)
-        print(f"error: rank {rank} died (exit code {code}), and all others end with it", file=sys.stderr, flush=True)
+        rank, process = next((rank, p) for rank, p in enumerate(processes, 1) if p.sentinel == dead)
+        process.join()
+        print(f"error: rank {rank} died (exit code {process.exitcode}), and all others end with it", file=sys.stderr,
+              flush=True)
         for process in processes:
             process.kill()
         os._exit(1)

@@ -155,10 +155,8 @@ def main(argv: list[str] | None = None) -> int:
     args = (parser := build_parser()).parse_args(argv)
     if (args.system or args.no_think) and not args.chat:
         parser.error("--system and --no-think need --chat")
-    if args.trace and not args.receipt:
-        parser.error("--trace needs --receipt")
-    if args.trace and args.tensor_parallel_size > 1:
-        parser.error("--trace needs --tensor-parallel-size 1")
+    if args.trace and (not args.receipt or args.tensor_parallel_size > 1):
+        parser.error("--trace needs --receipt and --tensor-parallel-size 1")
     try:
         return run(args)
     except (ValueError, OSError) as error:

@@ -23,7 +23,7 @@ from cache import BlockManager, allocate_kv_cache
 from kernels import Ops, make_ops
 from kernels.tiles import KV_TILE
 from model import DTYPES, Model, ModelConfig
-from parallel import LOST, Ranks, on_all_ranks
+from parallel import Ranks
 from runner import Runner, StepOutput
 from sampler import SamplingParams, completion_seed
 from scheduler import Scheduler, Sequence
@@ -32,7 +32,7 @@ from text import Detokenizer, Tokenizer
 DEFAULT_MODEL = "models/embedded"  # in this folder, wherever one is
 GRAPH_RESERVE = 1 << 29  # bytes left free for CUDA graphs, which are captured after the cache is sized
 CPU_CACHE_BYTES = 1 << 30
-ASLEEP = "the engine is asleep, its cache lent out: call wake() first"
+ASLEEP = "the engine is asleep, its cache lent out: call wake() first (or lost its ranks: make a new LLM)"
 NOTHING = ((), list)  # no step in flight: no sequences, and no results to wait for
 
 
@@ -99,11 +99,9 @@ class LLM:
                  enforce_eager: bool = False, async_scheduling: bool | None = None, ops: Ops | None = None,
                  progress: bool = True, tensor_parallel_size: int = 1, _ranks: Ranks | None = None):
         options = {name: value for name, value in locals().items() if name not in ("self", "_ranks")}
-        for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens),
-                            ("num_gpu_blocks_override", num_gpu_blocks_override),
-                            ("tensor_parallel_size", tensor_parallel_size)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        for name in ("max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override", "tensor_parallel_size"):
+            if options[name] is not None and options[name] < 1:
+                raise ValueError(f"{name} must be at least 1, got {options[name]}")
         if load_format not in ("auto", "dummy"):
             raise ValueError(f"unknown load_format {load_format!r}: use 'auto' or 'dummy'")
         name = str(Path(__file__).parent / DEFAULT_MODEL) if str(model) == DEFAULT_MODEL else str(model)
@@ -118,9 +116,9 @@ class LLM:
         if max_model_len is not None and not 1 <= max_model_len <= limit:
             raise ValueError(f"max_model_len {max_model_len} must be between 1 and {limit}, the model's own limit")
         self.ranks = _ranks or Ranks(tensor_parallel_size)
-        self.model = Model(self.config, self.ops, self.device, self.dtype, max_model_len or limit, self.ranks.rank,
-                           self.ranks.size)
-        self.ranks.start(self, options | {"model": self.folder, "revision": None, "progress": False})
+        self.model = Model(self.config, self.ops, self.device, self.dtype, max_model_len or limit, *self.ranks.place)
+        if tensor_parallel_size > 1 and not _ranks:
+            self.ranks.start(self, options | {"model": self.folder, "revision": None, "progress": False})
         if load_format == "dummy":
             self.model.load_dummy(progress)
         else:
@@ -133,8 +131,7 @@ class LLM:
         self._new_cache = partial(allocate_kv_cache, self.config.num_layers, num_kv_heads=self.model.num_kv_heads,
                                   head_dim=self.config.head_dim, dtype=self.dtype, device=self.device)
         batched = max_num_batched_tokens or (8192 if self.device.type == "cuda" else 512)
-        num_blocks = self.ranks.least(
-            num_gpu_blocks_override or self._measure_blocks(gpu_memory_utilization, max_num_seqs, batched))
+        num_blocks = num_gpu_blocks_override or self._measure_blocks(gpu_memory_utilization, max_num_seqs, batched)
         self.max_model_len = min(max_model_len or limit, num_blocks * KV_TILE)
         if max_model_len is not None and self.max_model_len < max_model_len:
             raise ValueError(f"the cache has room for {num_blocks * KV_TILE} tokens, less than max_model_len "
@@ -152,11 +149,11 @@ class LLM:
         self._next_id = 0
 
     def _measure_blocks(self, utilization: float, max_num_seqs: int, max_num_batched_tokens: int) -> int:
-        """How many cache blocks fit beside the weights and the largest step's working memory."""
+        """How many cache blocks fit, on every rank, beside the weights and the largest step's working memory."""
         c = self.config
         block_bytes = 2 * c.num_layers * self.model.num_kv_heads * KV_TILE * c.head_dim * self.dtype.itemsize
         if self.device.type == "cpu":
-            return max(1, CPU_CACHE_BYTES // block_bytes)
+            return self.ranks.least(max(1, CPU_CACHE_BYTES // block_bytes))
         if not 0 < utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {utilization}")
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -172,7 +169,7 @@ class LLM:
             raise ValueError(f"no memory left for the cache: {free / 2**30:.1f} GiB free after the weights, a step "
                              f"needs {working / 2**30:.1f}; lower max_num_batched_tokens or raise "
                              "gpu_memory_utilization")
-        return int(budget // block_bytes)
+        return self.ranks.least(int(budget // block_bytes))
 
     fingerprint_parts, fingerprint = cached_property(receipts.fingerprint_parts), property(receipts.fingerprint)
     receipt, verify = receipts.make_receipt, receipts.verify  # the proof is a file of its own
@@ -186,7 +183,7 @@ class LLM:
         different `cache_salt`s share no cached prefix. `score_only` N: compute the prompt and stop, without logprobs of
         its first N tokens; `observe` gets the sequence and the logits [num_rows, vocab_size] of the others."""
         if self.runner.kv_cache is None:
-            raise RuntimeError(self.ranks.lost or ASLEEP)
+            raise RuntimeError(ASLEEP)
         params = (params or SamplingParams()).resolve(self.generation_config)
         token_ids = self._encode(prompt, add_special_tokens)
         room = self.max_model_len - len(token_ids) + (score_only > 0)
@@ -204,24 +201,17 @@ class LLM:
             self._next_id += 1
             request_id = f"req-{self._next_id}"
         seed = params.seed if params.seed is not None else secrets.randbits(53)
-        self._enqueue(request_id, prompt if isinstance(prompt, str) else None, token_ids, params, seed, room,
-                      cache_salt, score_only)
-        self.requests[request_id].seqs[0].observe = observe
-        return request_id
-
-    @on_all_ranks
-    def _enqueue(self, request_id: str, prompt: str | None, token_ids: list[int], params: SamplingParams, seed: int,
-                 room: int, cache_salt: str | None, score_only: int) -> None:
-        """The part of `add_request` that cannot fail and leaves nothing to chance."""
+        self.ranks.tell("add_request", token_ids, replace(params, seed=seed), request_id=request_id,
+                        cache_salt=cache_salt, score_only=score_only)  # nothing is left to chance
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
-        output = RequestOutput(request_id, prompt, token_ids, params)
+        output = RequestOutput(request_id, prompt if isinstance(prompt, str) else None, token_ids, params)
         request = Request(output, [], [])
         for index in range(params.n):
             own = params if index == 0 else replace(params, prompt_logprobs=None)
             seq = Sequence(list(token_ids), own, completion_seed(seed, index),
                            0 if score_only else min(params.max_tokens or room, room), ends, cache_salt)
             if own.prompt_logprobs is not None:
-                seq.prompt_logprobs = [None] * max(1, score_only)
+                seq.prompt_logprobs, seq.observe = [None] * max(1, score_only), observe
             output.outputs.append(CompletionOutput(index, seq.seed, logprobs=None if params.logprobs is None else [],
                                                    top_logprobs=[] if params.logprobs else None))
             request.seqs.append(seq)
@@ -230,8 +220,8 @@ class LLM:
             self._owner[id(seq)] = request, index
             self.scheduler.waiting.append(seq)
         self.requests[request_id] = request
+        return request_id
 
-    @on_all_ranks
     def step(self) -> list[RequestOutput]:
         """Run one step; returns the requests that gained tokens or ended. If it raises, those that took part end.
 
@@ -239,13 +229,14 @@ class LLM:
         host's work costs no time; a token is then returned one call later, and the token after an end is thrown away.
         A request with penalties or prompt logprobs, whose tokens the host must see first, makes its steps wait."""
         if self.runner.kv_cache is None:
-            raise RuntimeError(self.ranks.lost or ASLEEP)
+            raise RuntimeError(ASLEEP)
         for out in self._fresh:
             out.delta = ""
         self._fresh = []
         changed: dict[str, RequestOutput] = {}
         took_part = [seq for seq, _ in self._in_flight[0]]
         try:
+            self.ranks.tell("step")
             seqs = self.scheduler.schedule()
             took_part += seqs
             launched = self._launch(seqs) if seqs else NOTHING
@@ -255,7 +246,7 @@ class LLM:
                 self._collect(changed)
         except BaseException:
             self._in_flight = NOTHING
-            self.ranks.close(LOST)
+            self.ranks.close(broken=True)
             for seq in took_part:
                 if seq.finish_reason is None:
                     self.abort(self._owner[id(seq)][0].output.request_id)
@@ -292,9 +283,9 @@ class LLM:
                 continue
             changed[request.output.request_id] = request.output
 
-    @on_all_ranks
     def abort(self, request_id: str) -> None:
         """End a request wherever it is and free its blocks. An unknown id is ignored: it may have just ended."""
+        self.ranks.tell("abort", request_id)
         if request := self.requests.get(request_id):
             for index, seq in enumerate(request.seqs):
                 if seq.finish_reason is None:
@@ -450,36 +441,35 @@ class LLM:
     def update_weights(self, weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take new weights, by checkpoint name, into the place of the old, rounded to this engine's dtype. Where one is
         missing, unknown or of another shape, ValueError names it and the old ones stay (see examples/ON_POLICY.md)."""
-        sent = {"device": "cpu", "copy": True, "memory_format": torch.contiguous_format} if self.ranks.size > 1 else {}
-        self._update_weights({name: tensor.detach().to(**sent) for name, tensor in dict(weights).items()})
-
-    @on_all_ranks
-    def _update_weights(self, new: dict[str, torch.Tensor]) -> None:
         self._settle()
+        new = {name: tensor.detach() for name, tensor in dict(weights).items()}
         self.model.load(SimpleNamespace(shapes={name: tensor.shape for name, tensor in new.items()},
                                         dtypes={name: tensor.dtype for name, tensor in new.items()},
                                         tensors=lambda progress: new.items()))
         self.load_format = "updated"
         self.__dict__.pop("fingerprint_parts", None)
-        if self.ranks.pipes:  # the new weights are whole here, and then nowhere
-            self.fingerprint_parts = receipts.fingerprint_parts(self, new)
+        if self.ranks.pipes:  # of a view, pickle would send all that it is a view of
+            new = {name: new[name].cpu().clone(memory_format=torch.contiguous_format) for name in self.model.weights}
+            self.ranks.tell("update_weights", new)
+            self.fingerprint_parts = receipts.fingerprint_parts(self, new)  # now, while there are whole weights
 
-    @on_all_ranks
     def sleep(self) -> None:
         """Lend the memory of the KV cache and the CUDA graphs to others, until `wake`; the weights stay."""
         self._settle()
+        self.ranks.tell("sleep")
         self.runner.use_cache(None)
         torch.cuda.empty_cache()  # nothing where there is no GPU
 
-    @on_all_ranks
     def wake(self) -> None:
         """Take the memory back. The cache is empty; graphs are captured again when they are first needed."""
-        if self.runner.kv_cache is None and not self.ranks.lost:
+        if self.runner.kv_cache is None:
+            self.ranks.tell("wake")
             self.runner.use_cache(self._new_cache(self.scheduler.blocks.num_blocks))
 
     def _settle(self) -> None:
         if self.requests:
             raise RuntimeError(f"{len(self.requests)} requests are running: finish or abort them first")
+        self.ranks.tell("_settle")
         self._collect({})  # a step may outlive its requests
         self.scheduler.blocks.reset_prefix_cache()
 

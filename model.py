@@ -174,33 +174,28 @@ class Batch:
     logits_rows: torch.Tensor | None = None
 
 
-def deal(count: int, ranks: int, unit: int = 1) -> list[range]:
-    """[0, count) as one range a rank of whole units (at the end, what is left), as even as they can be."""
-    units = -(-count // unit)
-    borders = [min(count, rank * units // ranks * unit) for rank in range(ranks + 1)]
+def deal(count: int, ranks: int, unit: int = 0) -> list[range]:
+    """[0, count) as one range a rank, as even as can be: whole units, though the last may be cut short. A unit is 128,
+    if it is not given, or 64 (the tile of the CPU's products) where those are too few."""
+    unit = unit or (128 if count > 128 * (ranks - 1) else 64)
+    borders = [min(count, rank * -(-count // unit) // ranks * unit) for rank in range(ranks + 1)]
     return [range(a, b) for a, b in zip(borders, borders[1:])]
 
 
 def shard(c: ModelConfig, size: int) -> SimpleNamespace:
-    """The rows of a weight, so the columns of its product, that each of `size` ranks owns: by kind, a range a rank.
-
-    q, kv: whole heads, a KV head with the query heads that read it; where ranks outnumber the KV heads, several hold
-    the same one and deal out its query heads. hidden, mlp, vocab: in units of 128, or of 64 (a tile of the CPU's
-    products) where those are too few. ValueError names what cannot be dealt to so many."""
-    D, H, group = c.head_dim, c.num_kv_heads, c.num_heads // c.num_kv_heads
-    q = deal(c.num_heads, size, group) if size <= H else [
-        range(j * group + part.start, j * group + part.stop)
-        for j, ranks in enumerate(deal(size, H)) for part in deal(group, len(ranks))]
-    kv = [range(heads.start // group, -(-heads.stop // group)) for heads in q]
-    q_rows, kv_rows = ([range(heads.start * D, heads.stop * D) for heads in cut] for cut in (q, kv))
-    cuts = {"num_heads": q_rows}
-    for name in ("hidden_size", "intermediate_size", "vocab_size"):
-        N = getattr(c, name)
-        cuts[name] = deal(N, size, 128 if size <= -(-N // 128) else 64)
-    for name, cut in cuts.items():
-        if not all(cut):
-            raise ValueError(f"{name} {getattr(c, name)} is too small for tensor_parallel_size {size}")
-    return SimpleNamespace(kv=kv_rows, **dict(zip(("q", "hidden", "mlp", "vocab"), cuts.values())))
+    """The rows of weights, so the columns of products, that each of `size` ranks owns; ValueError names what cannot be
+    dealt to so many. q, kv: KV heads with the query heads that read them; of more ranks, a multiple, several hold the
+    same KV head and deal out its query heads. The others by their names in the config."""
+    H, group = c.num_kv_heads, c.num_heads // c.num_kv_heads * c.head_dim  # rows of the query heads of a KV head
+    if size > H and size % H:
+        raise ValueError(f"tensor_parallel_size {size} is above num_kv_heads {H}, but no multiple of it")
+    q = deal(H * group, size, group if size <= H else c.head_dim)
+    kv = [range(rows.start // group * c.head_dim, -(-rows.stop // group) * c.head_dim) for rows in q]
+    cuts = {"num_heads": q} | {name: deal(getattr(c, name), size)
+                               for name in ("hidden_size", "intermediate_size", "vocab_size")}
+    if small := [name for name, cut in cuts.items() if not all(cut)]:
+        raise ValueError(f"{small[0]} {getattr(c, small[0])} is too small for tensor_parallel_size {size}")
+    return SimpleNamespace(q=q, kv=kv, **cuts)
 
 
 @dataclass
@@ -235,28 +230,26 @@ class Model:
         for i in range(c.num_layers):
             attn, mlp = f"model.layers.{i}.self_attn.", f"model.layers.{i}.mlp."
             qkv = [(attn + "q_proj", cuts.q), (attn + "k_proj", cuts.kv), (attn + "v_proj", cuts.kv)]
-            gate_up = [(mlp + "gate_proj", cuts.mlp), (mlp + "up_proj", cuts.mlp)]
+            gate_up = [(mlp + "gate_proj", cuts.intermediate_size), (mlp + "up_proj", cuts.intermediate_size)]
             self.layers.append(SimpleNamespace(
                 input_layernorm=self._norm(f"model.layers.{i}.input_layernorm", c.hidden_size),
                 qkv_proj=self._linear(qkv, c.hidden_size, c.qkv_bias),
                 q_norm=self._norm(attn + "q_norm", D) if c.qk_norm else None,
                 k_norm=self._norm(attn + "k_norm", D) if c.qk_norm else None,
-                o_proj=self._linear([(attn + "o_proj", cuts.hidden)], c.num_heads * D, c.o_bias),
+                o_proj=self._linear([(attn + "o_proj", cuts.hidden_size)], c.num_heads * D, c.o_bias),
                 post_attention_layernorm=self._norm(f"model.layers.{i}.post_attention_layernorm", c.hidden_size),
                 gate_up_proj=self._linear(gate_up, c.hidden_size, c.mlp_bias),
-                down_proj=self._linear([(mlp + "down_proj", cuts.hidden)], c.intermediate_size, c.mlp_bias)))
+                down_proj=self._linear([(mlp + "down_proj", cuts.hidden_size)], c.intermediate_size, c.mlp_bias)))
         self.norm = self._norm("model.norm", c.hidden_size)
         if c.tie_word_embeddings:
-            rows = cuts.vocab[rank]
-            self.lm_head = Linear(self.embed_tokens[rows.start : rows.stop], None,
-                                  leaf_count(c.vocab_size, c.hidden_size))
+            head = self.embed_tokens[cuts.vocab_size[rank].start : cuts.vocab_size[rank].stop]
+            self.lm_head = Linear(head, None, leaf_count(c.vocab_size, c.hidden_size))
         else:
-            self.lm_head = self._linear([("lm_head", cuts.vocab)], c.hidden_size, False)
+            self.lm_head = self._linear([("lm_head", cuts.vocab_size)], c.hidden_size, False)
         self.cos_sin = rotary_table(c, max_model_len).to(device)
 
     def _parameter(self, K: int | None, parts: list[tuple[str, list[range]]]) -> torch.Tensor:
-        """One tensor [N, K] (or [N]) of the rank's rows of each part, a checkpoint name and how its rows are cut, one
-        part after the other; registered in `weights` and `whole`."""
+        """One tensor [N, K] (or [N]) of the rank's rows of each (checkpoint name, cut); see `weights` and `whole`."""
         rows = [cut[self.rank] for _, cut in parts]
         shape = (sum(map(len, rows)),) if K is None else (sum(map(len, rows)), K)
         tensor = torch.empty(shape, dtype=self.ops.weight_dtype(self.dtype), device=self.device)
@@ -293,7 +286,7 @@ class Model:
             hidden_states = self._join(layer.o_proj, attn.flatten(1), self.cuts.q)
             hidden_states = ops.rms_norm(hidden_states, layer.post_attention_layernorm, eps, residual)
             gate_up = self._apply(layer.gate_up_proj, hidden_states)
-            hidden_states = self._join(layer.down_proj, ops.silu_and_mul(gate_up), self.cuts.mlp)
+            hidden_states = self._join(layer.down_proj, ops.silu_and_mul(gate_up), self.cuts.intermediate_size)
         if batch.logits_rows is not None:
             hidden_states, residual = hidden_states[batch.logits_rows], residual[batch.logits_rows]
         return ops.rms_norm(hidden_states, self.norm, eps, residual)
@@ -302,14 +295,14 @@ class Model:
         """[num_rows, hidden_size] -> [num_rows, vocab_size] fp32, into `out` if given."""
         head, own = self.lm_head, None if self.group else out
         logits = self.ops.linear(hidden_states, head.weight, head.bias, head.leaves, torch.float32, own)
-        return gather(logits, self.cuts.vocab, self.group, out)
+        return gather(logits, self.cuts.vocab_size, self.group, out)
 
     def _apply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
         return self.ops.linear(x, linear.weight, linear.bias, linear.leaves, self.dtype)
 
     def _join(self, linear: Linear, x: torch.Tensor, cut: list[range]) -> torch.Tensor:
         """The whole product [M, hidden_size] of an input of which every rank has its part."""
-        return gather(self._apply(linear, gather(x, cut, self.group)), self.cuts.hidden, self.group)
+        return gather(self._apply(linear, gather(x, cut, self.group)), self.cuts.hidden_size, self.group)
 
     def load(self, checkpoint: Checkpoint, progress: bool = True) -> None:
         """Stream a checkpoint into the parameters, in place. Raises ValueError, before anything is overwritten, naming

@@ -3,7 +3,6 @@
 import itertools
 import json
 import os
-import pickle
 import random
 import signal
 import subprocess
@@ -25,6 +24,7 @@ from model import Linear, Model, ModelConfig, shard
 from sampler import SamplingParams
 from scheduler import Scheduler
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the ranks to come, which share the cores
 CPU = torch.device("cpu")
 QWEN3 = TINY | {"hidden_size": 256, "intermediate_size": 320}
 LLAMA = QWEN3 | {"architectures": ["LlamaForCausalLM"], "attention_bias": True, "mlp_bias": True,
@@ -48,10 +48,10 @@ def lengths(cut: list[range]) -> list[int]:
     return list(map(len, cut))
 
 
-@pytest.mark.parametrize("size", range(1, 17))
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 7, 8, 16, 32])
 def test_every_column_has_one_owner(size):
     cuts = shard(ModelConfig.from_dict(QWEN3_8B), size)
-    for name, whole in {"q": 4096, "hidden": 4096, "mlp": 12288, "vocab": 151936}.items():
+    for name, whole in {"q": 4096, "hidden_size": 4096, "intermediate_size": 12288, "vocab_size": 151936}.items():
         cut = getattr(cuts, name)
         assert [part.start for part in cut] + [whole] == [0] + [part.stop for part in cut]
         assert not any(part.start % 128 for part in cut)
@@ -62,22 +62,20 @@ def test_every_column_has_one_owner(size):
 
 def test_sizes_that_do_not_divide():
     assert lengths(shard(ModelConfig.from_dict(QWEN3_8B), 3).kv) == [2 * 128, 3 * 128, 3 * 128]
-    three = shard(ModelConfig.from_dict(QWEN3), 3)
-    assert lengths(three.vocab) == [128, 128, 51] and lengths(three.hidden) == [64, 64, 128]
-    assert lengths(three.q) == [64, 32, 32] and [part.start for part in three.kv] == [0, 32, 32]
+    three, four = shard(ModelConfig.from_dict(LLAMA), 3), shard(ModelConfig.from_dict(QWEN3), 4)
+    assert lengths(three.vocab_size) == [128, 128, 51] and lengths(three.hidden_size) == [64, 64, 128]
+    assert lengths(four.q) == [32, 32, 32, 32] and [part.start for part in four.kv] == [0, 0, 32, 32]
     assert lengths(shard(ModelConfig.from_dict(LLAMA), 2).q) == [64, 128]
 
 
 @pytest.mark.parametrize("size, overrides, named", [
-    (5, {}, "num_heads 4 is too small for tensor_parallel_size 5"), (2, {"hidden_size": 64}, "hidden_size 64"),
-    (3, {"intermediate_size": 96}, "intermediate_size 96"), (4, {"vocab_size": 190}, "vocab_size 190"),
-    (0, {}, "tensor_parallel_size must be at least 1"), (2, {"ops": kernels.reference_ops()}, "op table")])
+    (6, {}, "num_heads 4 is too small for tensor_parallel_size 6"), (2, {"hidden_size": 64}, "hidden_size 64"),
+    (2, {"intermediate_size": 64}, "intermediate_size 64"), (4, {"vocab_size": 190}, "vocab_size 190"),
+    (3, {}, "size 3 is above num_kv_heads 2, but no multiple"), (0, {}, "tensor_parallel_size must be at least 1")])
 def test_what_cannot_be_dealt_is_refused_by_name(size, overrides, named, tmp_path, monkeypatch):
     monkeypatch.setattr(parallel, "get_context", None)  # before anything is started
-    options = {name: overrides.pop(name) for name in ("ops",) if name in overrides}
     with pytest.raises(ValueError, match=named):
-        LLM(write_config(tmp_path, QWEN3 | overrides), load_format="dummy", progress=False, device="cpu",
-            tensor_parallel_size=size, **options)
+        engine(write_config(tmp_path, QWEN3 | overrides), size)
 
 
 @pytest.mark.parametrize("size", [2, 3, 8, 16])
@@ -104,8 +102,7 @@ def test_a_column_has_the_same_bits_wherever_a_shard_puts_it():
             assert same_bits(part, whole[:, start : start + width])
 
 
-@pytest.mark.parametrize("config", [QWEN3, LLAMA, QWEN2], ids=["qwen3", "llama", "qwen2"])
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("config, size", [(QWEN3, 2), (QWEN3, 4), (LLAMA, 2), (LLAMA, 3), (QWEN2, 4)])
 def test_a_rank_reads_its_rows_and_no_more(config, size):
     config, read = ModelConfig.from_dict(config), []
 
@@ -156,8 +153,7 @@ def cells() -> list[dict]:
 
 
 def set_on_all(llm: LLM, name: str, value) -> None:
-    for pipe in llm.ranks.pipes:
-        pipe.send_bytes(pickle.dumps(("__setattr__", (name, value), {})))
+    llm.ranks.tell("__setattr__", name, value)
     setattr(llm, name, value)
 
 
@@ -245,14 +241,14 @@ def compare(folder, size: int, chosen: list[dict], **options) -> None:
     assert not any(map(is_running, pids))
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_ranks_change_no_bit(size, tmp_path):
-    compare(write_config(tmp_path / "qwen3", QWEN3), size, cells())
+@pytest.mark.parametrize("config, size", [(QWEN3, 2), (LLAMA, 3), (QWEN3, 4)], ids=["tied-2", "untied-3", "tied-4"])
+def test_ranks_change_no_bit(config, size, tmp_path):
+    compare(write_config(tmp_path / "model", config), size, cells())
 
 
-@pytest.mark.parametrize("size, config, dtype", [(2, LLAMA, "bfloat16"), (4, LLAMA, "float32"), (3, QWEN2, "float32")])
-def test_biases_and_an_untied_head(size, config, dtype, tmp_path):
-    compare(write_config(tmp_path / "untied", config), size, [dict(seeded=True, chunked=True)], dtype=dtype)
+@pytest.mark.parametrize("config, size, dtype", [(LLAMA, 2, "bfloat16"), (QWEN2, 4, "float32")], ids=["llama", "qwen2"])
+def test_more_biases_and_dtypes(config, size, dtype, tmp_path):
+    compare(write_config(tmp_path / "model", config), size, [dict(seeded=True, chunked=True)], dtype=dtype)
 
 
 def test_ranks_change_no_bit_of_the_embedded_model():
@@ -267,7 +263,7 @@ import torch
 torch.set_num_threads(1)
 from engine import LLM
 from sampler import SamplingParams
-llm = LLM(device="cpu", progress=False, num_gpu_blocks_override=64, tensor_parallel_size=3)
+llm = LLM(device="cpu", progress=False, tensor_parallel_size=3)
 list(llm.stream("Once", SamplingParams(max_tokens=2)))
 print(*[process.pid for process in llm.ranks.processes], flush=True)
 while sys.argv[1] == "busy":
@@ -326,7 +322,7 @@ def test_a_rank_that_dies_ends_all(serving):
     assert set(pids) < set(everyone)
     os.kill(pids[1], signal.SIGKILL)
     assert process.wait(timeout=20) == 1
-    assert process.stderr.read() == "error: rank 2 died (exit code -9), and all others end with it\n"
+    assert process.stderr.read() == "error: rank 2 died (exit code -9)\n"
     assert_gone(everyone)
 
 
@@ -373,16 +369,12 @@ def test_a_bad_checkpoint_is_named_once(tmp_path):
 
 def test_a_rank_that_cannot_start_says_why(tmp_path, monkeypatch):
     folder, start_as = write_config(tmp_path, QWEN3), parallel.Ranks.start
-    for changed, said in (({"dtype": "int3"}, "rank 1 could not start: ValueError: unknown dtype 'int3'"),
-                          ({"max_model_len": 1e9}, "rank 1 could not start: ValueError: max_model_len")):
+    for changed, said in (({"dtype": "int3"}, "rank 1 failed: ValueError: unknown dtype 'int3'"),
+                          ({"max_model_len": 1e9}, "rank 1 failed: ValueError: max_model_len")):
         monkeypatch.setattr(parallel.Ranks, "start", lambda self, llm, options, changed=changed: start_as(
             self, llm, options | changed))
         with pytest.raises(ChildProcessError, match=said):
             engine(folder, 2)
-    monkeypatch.setattr(parallel.Ranks, "start", lambda self, llm, options: (
-        start_as(self, llm, options), self.processes[0].kill()))
-    with pytest.raises(ChildProcessError, match="rank 1 could not start: exit code -9"):
-        engine(folder, 2)
 
 
 def test_two_engines_at_once_and_a_step_that_breaks_off(tmp_path, monkeypatch):
@@ -403,7 +395,6 @@ def test_two_engines_at_once_and_a_step_that_breaks_off(tmp_path, monkeypatch):
         broken.generate([[5, 6], [7]], params)
     assert not broken.has_unfinished_requests and not broken.ranks.processes[0].is_alive()
     for call in (lambda: broken.generate([[5]]), broken.step):
-        broken.wake()
         with pytest.raises(RuntimeError, match="make a new LLM"):
             call()
     assert whole.generate([[5, 6]], params)[0].outputs[0].token_ids == expected.token_ids

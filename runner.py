@@ -119,13 +119,13 @@ class Runner:
             row[: len(seq.block_table)] = seq.block_table
         ids = [seq.token_ids[start : start + count] for seq, start, count in zip(seqs, starts, counts, strict=True)]
         slots = tables[np.repeat(np.arange(len(seqs)), counts), positions // KV_TILE] * KV_TILE + positions % KV_TILE
-        config = self.model.config
+        model, row_bytes = self.model, self.model.config.head_dim * self.kv_cache.itemsize
         seq_lens = starts + counts
-        tile = self.ops.query_tile(config.num_heads // config.num_kv_heads, config.head_dim * self.kv_cache.itemsize)
+        tile = self.ops.query_tile(model.num_heads // model.num_kv_heads, row_bytes)
         prefill = plan_prefill(offsets, counts, seq_lens, tile)
         # Splits are dealt out where a sequence alone would take much longer than its share of all the work.
         splits = -(-seq_lens[counts == 1] // KV_SPLIT)
-        walkers = self.ops.decode_programs // config.num_kv_heads
+        walkers = self.ops.decode_programs // model.most_kv_heads  # all ranks must split, and capture, alike
         share = max(1.0, 1.2 * splits.sum() / max(1, walkers))
         split = bool(walkers > 0 and splits.max(initial=0) > share and splits.sum() <= MAX_PARTIALS)
         decode, merges = plan_decode(offsets, counts, seq_lens, walkers if split else 0)
@@ -167,7 +167,7 @@ class Runner:
 
     def _capture(self, fields: dict[str, np.ndarray]) -> tuple[torch.Tensor, torch.cuda.CUDAGraph]:
         size, merges = len(fields["input_ids"]), len(fields["merges"])
-        walkers = self.ops.decode_programs // self.model.config.num_kv_heads if merges else size
+        walkers = self.ops.decode_programs // self.model.most_kv_heads if merges else size
         batch, inputs = self._batch(fields, (0, walkers, merges))
 
         def run() -> None:

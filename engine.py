@@ -33,7 +33,7 @@ DEFAULT_MODEL = "models/embedded"  # in this folder, wherever one is
 GRAPH_RESERVE = 1 << 29  # bytes left free for CUDA graphs, which are captured after the cache is sized
 CPU_CACHE_BYTES = 1 << 30
 ASLEEP = "the engine is asleep, its cache lent out: call wake() first (or lost its ranks: make a new LLM)"
-NOTHING = ((), list)  # no step in flight: no sequences, and no results to wait for
+NOTHING = (list, ())  # no step in flight: no results to wait for, and no sequences
 
 
 @dataclass
@@ -129,7 +129,10 @@ class LLM:
             self.model.load(checkpoint.Checkpoint(self.folder), progress)
         self.tokenizer = Tokenizer(self.folder) if (self.folder / "tokenizer.json").is_file() else None
         self.generation_config = checkpoint.read_json(self.folder, "generation_config.json")
-        self.eos_token_ids = end_token_ids(self.generation_config, raw, self.tokenizer)
+        given = [self.generation_config.get("eos_token_id"), raw.get("eos_token_id"),
+                 self.tokenizer and self.tokenizer.eos_token_id]  # each an id, a list of them or None: all end a text
+        lists = [value if isinstance(value, list) else [value] for value in given if value is not None]
+        self.eos_token_ids = frozenset(token for ids in lists for token in ids)
         self.model.group = self.ranks.connect(self.device)
 
         self._new_cache = partial(allocate_kv_cache, self.config.num_layers, num_kv_heads=self.model.num_kv_heads,
@@ -238,12 +241,12 @@ class LLM:
             out.delta = ""
         self._fresh = []
         changed: dict[str, RequestOutput] = {}
-        took_part = [seq for seq, _ in self._in_flight[0]]
+        took_part = [seq for seq, _ in self._in_flight[1]]
         try:
             self.ranks.tell("step")
             seqs = self.scheduler.schedule()
             took_part += seqs
-            launched = self._launch(seqs) if seqs else NOTHING
+            launched = (self.runner.launch(seqs), self.scheduler.launched(seqs)) if seqs else NOTHING
             self._collect(changed)
             self._in_flight = launched
             if not self.async_scheduling or any(seq.params.has_penalties or seq.wants_prompt_logprobs for seq in seqs):
@@ -257,22 +260,9 @@ class LLM:
             raise
         return list(changed.values())
 
-    def _launch(self, seqs: list[Sequence]) -> tuple[list[tuple[Sequence, int]], Callable[[], list[StepOutput]]]:
-        """Start a step. Returns its sequences, each with the number of its tokens then computed, and the wait."""
-        collect = self.runner.launch(seqs)
-        entries, row = [], 0
-        for seq in seqs:
-            samples = seq.samples_this_step
-            self.scheduler.computed(seq)
-            entries.append((seq, seq.num_computed_tokens))
-            if samples:  # the place of the token to come
-                row += 1
-                seq.token_ids.append(-row)
-        return entries, collect
-
     def _collect(self, changed: dict[str, RequestOutput]) -> None:
         """Wait for the step in flight, if there is one, and take its results in."""
-        (entries, collect), self._in_flight = self._in_flight, NOTHING
+        (collect, entries), self._in_flight = self._in_flight, NOTHING
         for (seq, position), result in zip(entries, collect()):
             if seq not in self._owner:
                 continue  # it ended, or was aborted, while this was under way
@@ -490,13 +480,6 @@ def pick_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dt
     if wanted not in DTYPES:
         raise ValueError(f"unknown dtype {wanted!r}: use 'auto', {', '.join(map(repr, DTYPES))}")
     return DTYPES[wanted]
-
-
-def end_token_ids(generation_config: dict, config: dict, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """Every id that ends a text: generation_config's, config's and the tokenizer's, each an int or a list."""
-    given = [generation_config.get("eos_token_id"), config.get("eos_token_id"), tokenizer and tokenizer.eos_token_id]
-    lists = [value if isinstance(value, list) else [value] for value in given if value is not None]
-    return frozenset(token for ids in lists for token in ids)
 
 
 if __name__ == "__main__":

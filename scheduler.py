@@ -14,7 +14,7 @@ from sampler import SamplingParams
 @dataclass(eq=False)
 class Sequence:
     """One completion in the making: the prompt's tokens followed by those generated so far. A negative id stands for a
-    token that the device is choosing (kernels/embedding.py); its place is filled once the host knows it.
+    token that the device is choosing (kernels/reference.py); its place is filled once the host knows it.
 
     `num_computed_tokens`: tokens whose keys are in the cache. `num_cached_tokens`: of these, how many the prefix cache
     gave at the first admission (set once). `max_new_tokens` 0 computes the prompt and stops (scoring)."""
@@ -119,11 +119,18 @@ class Scheduler:
         self.num_preemptions += 1
         self.waiting.appendleft(seq)
 
-    def computed(self, seq: Sequence) -> None:
-        """The step is done, or under way: what follows on the device comes after it."""
-        seq.num_computed_tokens += seq.num_scheduled_tokens
-        seq.num_scheduled_tokens = 0
-        self._cache_full_blocks(seq)
+    def launched(self, seqs: list[Sequence]) -> list[tuple[Sequence, int]]:
+        """The step is under way, and what follows on the device comes after it: its tokens count as computed, and the
+        r-th to be drawn gets a place, as id -1 - r. Returns each sequence with the number of its computed tokens."""
+        row = 0
+        for seq in seqs:
+            seq.num_computed_tokens += seq.num_scheduled_tokens
+            seq.num_scheduled_tokens = 0
+            self._cache_full_blocks(seq)
+            if seq.samples_this_step:
+                row += 1
+                seq.token_ids.append(-row)
+        return [(seq, seq.num_computed_tokens) for seq in seqs]
 
     def know(self, seq: Sequence, position: int, token: int) -> None:
         """The token at `position`, until now under way, has arrived."""

@@ -143,8 +143,7 @@ class LLM:
         if max_model_len is not None and self.max_model_len < max_model_len:
             raise ValueError(f"the cache has room for {num_blocks * KV_TILE} tokens, less than max_model_len "
                              f"{max_model_len}: lower it, or give the engine more memory")
-        self.runner = Runner(self.model, self.ops, self._new_cache(num_blocks), max_num_seqs, self.max_model_len,
-                             enforce_eager)
+        self.runner = Runner(self.model, self._new_cache(num_blocks), max_num_seqs, self.max_model_len, enforce_eager)
         self.ranks.runner = self.runner
         blocks = BlockManager(num_blocks, enable_prefix_caching=enable_prefix_caching)
         self.scheduler = Scheduler(blocks, max_num_seqs, batched)
@@ -165,8 +164,7 @@ class LLM:
             raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {utilization}")
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
-        Runner(self.model, self.ops, self._new_cache(1), max_num_seqs, KV_TILE, True).profile(
-            max_num_batched_tokens, max_num_seqs)
+        Runner(self.model, self._new_cache(1), max_num_seqs, KV_TILE, True).profile(max_num_batched_tokens)
         working = torch.cuda.max_memory_allocated(self.device) - before
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
@@ -367,10 +365,9 @@ class LLM:
             for prompt, own in zip(prompts, each, strict=True):
                 try:
                     results.append(self.requests[self.add_request(prompt, own, **options)].output)
-                except ValueError as error:
+                except ValueError as why:
                     text, ids = (prompt, []) if isinstance(prompt, str) else (None, list(prompt))
-                    results.append(RequestOutput("", text, ids, own or SamplingParams(), finished=True,
-                                                 error=str(error)))
+                    results.append(RequestOutput("", text, ids, own or SamplingParams(), finished=True, error=str(why)))
             if prompts and all(output.error for output in results):
                 raise ValueError(results[0].error)
             for output in tqdm(results, "prompts", disable=not progress):

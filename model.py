@@ -1,8 +1,7 @@
 """The transformer: its configuration, its rotary table, its weights and its forward pass.
 
 One decoder covers Qwen3, Qwen2 and Llama shapes; they differ in a few flags of `ModelConfig`. The forward pass is
-written in the ops of one `kernels.Ops` table and reads everything else from its arguments. It knows nothing of
-requests, scheduling or sampling."""
+written in the ops of one `kernels.Ops` table, and knows nothing of requests, scheduling or sampling."""
 
 import hashlib
 import math
@@ -267,17 +266,13 @@ class Model:
     def forward(self, batch: Batch, kv_cache: torch.Tensor) -> torch.Tensor:
         """Hidden states after the final norm, of `batch.logits_rows`: [num_logits, hidden_size].
 
-        kv_cache: [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]; this step's keys are written to it.
-        """
+        kv_cache: [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]; this step's keys are written to it"""
         c, ops, eps = self.config, self.ops, self.config.rms_norm_eps
-        residual = ops.embedding(batch.input_ids, self.embed_tokens, self.dtype, batch.drawn)
-        hidden_states = None
+        hidden_states, residual = ops.embedding(batch.input_ids, self.embed_tokens, self.dtype, batch.drawn), None
         for layer, (k_cache, v_cache) in zip(self.layers, kv_cache, strict=True):
-            if hidden_states is None:
-                hidden_states = ops.rms_norm(residual, layer.input_layernorm, eps)
-            else:
-                hidden_states = ops.rms_norm(hidden_states, layer.input_layernorm, eps, residual)
-            qkv = self._apply(ops.linear, layer.qkv_proj, hidden_states)
+            normed = ops.rms_norm(hidden_states, layer.input_layernorm, eps, residual)
+            residual = hidden_states if residual is None else residual  # the embedding; each norm adds to it, in place
+            qkv = self._apply(ops.linear, layer.qkv_proj, normed)
             q = ops.rotary_and_cache(qkv, layer.q_norm, layer.k_norm, eps, self.cos_sin, batch.attention, k_cache,
                                      v_cache, self.num_heads)
             attn = ops.paged_attention(q, k_cache, v_cache, batch.attention, c.head_dim**-0.5)
@@ -324,8 +319,7 @@ class Model:
     def load_dummy(self, progress: bool = True) -> None:
         """Random weights, made on the device, from a generator keyed by each tensor's name (no two are alike).
 
-        Scales are chosen so that every block moves the residual by about its own size and logits spread over a few
-        units, which makes greedy tokens vary."""
+        By their scales every block moves the residual by about its own size, and logits spread: greedy tokens vary."""
         width = self.config.hidden_size**0.5
         for name, view in tqdm(self.weights.items(), "random weights", disable=not progress, leave=False):
             seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big")

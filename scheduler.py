@@ -66,8 +66,7 @@ class Scheduler:
     def schedule(self) -> list[Sequence]:
         """Choose this step's sequences and set their `num_scheduled_tokens`; allocate the blocks they write.
 
-        Running sequences go first, then waiting ones in order, until the token budget or the blocks run out. Empty
-        only when there is no work left to begin."""
+        Running ones go first, then waiting ones in order, until tokens or blocks run out. Empty: none is to begin."""
         budget = self.max_num_batched_tokens
         scheduled: list[Sequence] = []
         before = self.num_preemptions
@@ -87,8 +86,7 @@ class Scheduler:
         return scheduled
 
     def _grant(self, seq: Sequence, budget: int) -> bool:
-        """Schedule up to `budget` more tokens of a sequence and give it their blocks, preempting the youngest if need
-        be. False if `seq` itself had to go."""
+        """Schedule up to `budget` more tokens, with their blocks, preempting the youngest; False if `seq` had to go."""
         seq.num_scheduled_tokens = min(len(seq.token_ids) - seq.num_computed_tokens, budget)
         needed = -(-(seq.num_computed_tokens + seq.num_scheduled_tokens) // KV_TILE) - len(seq.block_table)
         while len(self.blocks.free) < needed:

@@ -17,9 +17,8 @@ import torch
 class Ops:
     """The operations a model and a sampler are written in; see the launchers in this folder for shapes.
 
-    `query_tile(group, row_bytes)`: query tokens a prefill work item holds, by heads a KV head and bytes a head.
-    `decode_programs`: programs of decode attention that run at once; 0 never shares a sequence among programs. Both are
-    schedule."""
+    Schedule: `query_tile(group, row_bytes)`, query tokens a prefill work item holds, by heads a KV head and bytes a
+    head; `decode_programs`, programs of decode attention that run at once (0 never shares a sequence among them)."""
 
     name: str
     weight_dtype: Callable[[torch.dtype], torch.dtype]
@@ -38,9 +37,8 @@ class Ops:
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors hold the same bits. Not `torch.equal`, which takes 0.0 for -0.0 and no NaN for itself."""
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(
-        a.contiguous().view(integer), b.contiguous().view(integer))
+    words = (x.contiguous().view(-1).view(torch.uint8) for x in (a, b))
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*words)
 
 
 def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -69,9 +67,8 @@ def triton_ops(device: torch.device, schedule: str = "auto", table=None) -> Ops:
     from kernels import attention, linear, logprobs, norm, rotary, sample, tiles
     from kernels.reference import embedding
 
-    if table is None:
-        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
-        table = tiles.schedules(schedule, capability)
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
+    table = table or tiles.schedules(schedule, capability)
     arrived = torch.zeros(16384, dtype=torch.int32, device=device)  # arrival counters of split sums
 
     def run_linear(x, weight, bias, leaves, out_dtype, out=None, gated=False):
@@ -83,8 +80,7 @@ def triton_ops(device: torch.device, schedule: str = "auto", table=None) -> Ops:
         many = work.decode_grid * k_cache.shape[1] > table.decode_programs
         return attention.paged_attention(q, k_cache, v_cache, work, scale, decode[many], prefill, **options)
 
-    return Ops(
-        "triton", lambda dtype: dtype, embedding, norm.rms_norm, run_linear, lambda *args: run_linear(*args, gated=True),
-        rotary.rotary_and_cache, run_attention, logprobs.logprobs, sample.argmax, sample.sample,
-        query_tile=lambda group, row_bytes: max(table.attention_for(row_bytes)[1].BLOCK_M, group) // group,
-        decode_programs=table.decode_programs)
+    return Ops("triton", lambda dtype: dtype, embedding, norm.rms_norm, run_linear,
+               lambda *args: run_linear(*args, gated=True), rotary.rotary_and_cache, run_attention, logprobs.logprobs,
+               sample.argmax, sample.sample, decode_programs=table.decode_programs,
+               query_tile=lambda group, row_bytes: max(table.attention_for(row_bytes)[1].BLOCK_M, group) // group)

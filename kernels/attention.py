@@ -170,9 +170,7 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
 
     Reduction order: keys in tiles of KV_TILE from position 0, online softmax in tile order inside splits of KV_SPLIT
         at absolute positions, splits merged in position order; head_dim and tile sums are fp32 `tl.dot` chains.
-    Schedule: BLOCK_M, warps, stages, masks on full tiles, and which programs walk which splits; all may follow the
-        batch.
-    """
+    Schedule: BLOCK_M, warps, stages, masks on full tiles, who walks which splits; all may follow the batch."""
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = k_cache.shape[1]
     group = num_heads // num_kv_heads
@@ -181,7 +179,7 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
     acc = torch.empty((max(1, work.max_partials), num_heads, head_dim), dtype=torch.float32, device=q.device)
     scale_log2e = scale * 1.4426950408889634
     launches = ((work.prefill_items, 0, work.prefill_grid, prefill, False),
-                (work.decode_items, 1, work.decode_grid, decode, work.split_decode))
+                (work.decode_items, 1, work.decode_grid, decode, work.max_partials > 0))
     for items, count, grid, schedule, partial in launches:
         if grid:
             pages = [TensorDescriptor.from_tensor(c.view(-1, head_dim), [KV_TILE, head_dim]) if schedule.tma else c
@@ -191,7 +189,7 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
                 work.block_tables.stride(0), scale_log2e, count, num_heads, num_kv_heads, head_dim, KV_TILE, kv_split,
                 partial, max(schedule.BLOCK_M, triton.next_power_of_2(group)), schedule.skip_mask, schedule.tma, "ieee",
                 num_warps=schedule.num_warps, num_stages=schedule.num_stages, enable_fp_fusion=False)
-    if work.split_decode:
+    if work.max_partials:
         merge_kernel[(work.merge_grid * num_heads,)](work.merges, work.counts, out, ml, acc, 2, num_heads, head_dim, 4,
                                                      num_warps=1, enable_fp_fusion=False)
     return out

@@ -60,8 +60,7 @@ def logprobs(logits: torch.Tensor, token_ids: torch.Tensor,
     returns ([num_rows] fp32, [num_rows, top] int32, [num_rows, top] fp32)
 
     Reduction order: none; max is exact and the normaliser is an int64 sum of exp(x - max) * 2^44, its log in float64.
-    Schedule: block and warps.
-    """
+    Schedule: block and warps."""
     M, V = logits.shape
     assert logits.is_contiguous() and logits.dtype == torch.float32 and top <= V
     token_logprobs = torch.empty(M, dtype=torch.float32, device=logits.device)

@@ -209,13 +209,12 @@ def argmax(logits):
 
 def philox(seed: int, position: int, num_quads: int) -> torch.Tensor:
     """Philox4x32-10 words (Salmon et al. 2011) for token ids 0 .. 4 * num_quads - 1, as int64 in [0, 2^32)."""
-    low, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
     c0 = np.arange(num_quads, dtype=np.uint64)
     c1, c2, c3 = np.full_like(c0, position), np.zeros_like(c0), np.zeros_like(c0)
     key0, key1 = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
     for _ in range(10):
-        a, b = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
-        c0, c1, c2, c3 = (b >> shift) ^ c1 ^ np.uint64(key0), b & low, (a >> shift) ^ c3 ^ np.uint64(key1), a & low
+        a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = (b >> 32) ^ c1 ^ key0, b & 0xFFFFFFFF, (a >> 32) ^ c3 ^ key1, a & 0xFFFFFFFF
         key0, key1 = (key0 + 0x9E3779B9) & 0xFFFFFFFF, (key1 + 0xBB67AE85) & 0xFFFFFFFF
     return torch.from_numpy(np.stack([c0, c1, c2, c3], 1).astype(np.int64).reshape(-1))
 

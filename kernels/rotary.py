@@ -66,8 +66,7 @@ def rotary_and_cache(qkv: torch.Tensor, q_norm: torch.Tensor | None, k_norm: tor
 
     Reduction order: the square sum of a head is `tl.sum` of its first half plus `tl.sum` of its second, each in the
         layout of a [ROPE_TILE_HEADS, head_dim / 2] tile with one warp; fp32.
-    Schedule: nothing varies.
-    """
+    Schedule: nothing varies."""
     num_tokens = qkv.shape[0]
     num_kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
     total = num_heads + 2 * num_kv_heads

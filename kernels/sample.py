@@ -46,8 +46,7 @@ def argmax(logits: torch.Tensor) -> torch.Tensor:
     returns [num_rows] int64; 2^31 - 1 for a row that holds a NaN or no finite logit
 
     Reduction order: none; comparisons are exact.
-    Schedule: block, warps, and how many programs share a row.
-    """
+    Schedule: block, warps, and how many programs share a row."""
     M, V = logits.shape
     assert logits.is_contiguous() and logits.dtype == torch.float32
     BLOCK = min(8192, triton.next_power_of_2(V))
@@ -157,8 +156,7 @@ def sample(logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor,
     returns [num_rows] int64
 
     Reduction order: none; counts and masses are integer sums, the rest comparisons. Ties to the lowest token id.
-    Schedule: block and warps.
-    """
+    Schedule: block and warps."""
     M, V = logits.shape
     assert logits.is_contiguous() and logits.dtype == torch.float32
     out = torch.empty(M, dtype=torch.int64, device=logits.device)

@@ -83,8 +83,7 @@ class LinearSchedule:
 
 @dataclass(frozen=True)
 class AttentionSchedule:
-    """BLOCK_M query rows (tokens x heads of one KV group) a program; full tiles may skip the mask, and come through
-    Hopper's copy engine with `tma`."""
+    """BLOCK_M query rows (tokens x heads of one KV group) a program; full tiles may skip the mask; `tma` as above."""
 
     BLOCK_M: int
     num_warps: int
@@ -163,8 +162,4 @@ HOPPER = Schedules(
 
 def schedules(name: str, capability: tuple[int, int]) -> Schedules:
     """The table for `--schedule name` ("auto" or "reference") on a GPU of this compute capability."""
-    if name == "reference":
-        return REFERENCE
-    if name != "auto":
-        raise ValueError(f"unknown schedule {name!r}: use 'auto' or 'reference'")
-    return HOPPER if capability == (9, 0) else CONSERVATIVE
+    return REFERENCE if name == "reference" else HOPPER if capability == (9, 0) else CONSERVATIVE

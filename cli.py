@@ -53,7 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("engine", "None changes an answer, but where it is cut off.").add_argument
     add("--schedule", choices=["auto", "reference"], default="auto", help="reference: one fixed kernel configuration")
     add("--max-model-len", type=int, metavar="N", help="longest prompt + output (default: what model and cache allow)")
-    add("--max-num-seqs", type=int, metavar="N", help="most sequences in a step (default: 1024 on a large GPU, else 256)")
+    add("--max-num-seqs", type=int, metavar="N", help="most sequences in a step (default: 1024 on a big GPU, else 256)")
     add("--max-num-batched-tokens", type=int, metavar="N", help="most tokens in a step (default: 8192, on CPU 512)")
     add("--gpu-memory-utilization", type=float, default=0.85, metavar="F", help="share of it (default: %(default)s)")
     add("--num-gpu-blocks-override", type=int, metavar="N", help="size of the KV cache in blocks of 64 tokens")

@@ -5,9 +5,9 @@ written in the ops of one `kernels.Ops` table, and knows nothing of requests, sc
 
 import hashlib
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -193,8 +193,7 @@ def shard(c: ModelConfig, size: int) -> SimpleNamespace:
     return SimpleNamespace(q=q, kv=kv, **cuts)
 
 
-@dataclass
-class Linear:
+class Linear(NamedTuple):
     """A weight [N, K], its bias and its leaf count (by the full weight's shape, never a shard's)."""
 
     weight: torch.Tensor
@@ -272,13 +271,13 @@ class Model:
         for layer, (k_cache, v_cache) in zip(self.layers, kv_cache, strict=True):
             normed = ops.rms_norm(hidden_states, layer.input_layernorm, eps, residual)
             residual = hidden_states if residual is None else residual  # the embedding; each norm adds to it, in place
-            qkv = self._apply(ops.linear, layer.qkv_proj, normed)
+            qkv = ops.linear(normed, *layer.qkv_proj, self.dtype)
             q = ops.rotary_and_cache(qkv, layer.q_norm, layer.k_norm, eps, self.cos_sin, batch.attention, k_cache,
                                      v_cache, self.num_heads)
             attn = ops.paged_attention(q, k_cache, v_cache, batch.attention, c.head_dim**-0.5)
             hidden_states = self._join(layer.o_proj, attn.flatten(1), self.cuts.q)
             hidden_states = ops.rms_norm(hidden_states, layer.post_attention_layernorm, eps, residual)
-            hidden_states = self._apply(ops.gated_linear, layer.gate_up_proj, hidden_states)
+            hidden_states = ops.gated_linear(hidden_states, *layer.gate_up_proj, self.dtype)
             hidden_states = self._join(layer.down_proj, hidden_states, self.cuts.intermediate_size)
         if batch.logits_rows is not None:
             hidden_states, residual = hidden_states[batch.logits_rows], residual[batch.logits_rows]
@@ -286,16 +285,12 @@ class Model:
 
     def logits(self, hidden_states: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """[num_rows, hidden_size] -> [num_rows, vocab_size] fp32, into `out` if given."""
-        head, own = self.lm_head, None if self.group else out
-        logits = self.ops.linear(hidden_states, head.weight, head.bias, head.leaves, torch.float32, own)
+        logits = self.ops.linear(hidden_states, *self.lm_head, torch.float32, None if self.group else out)
         return gather(logits, self.cuts.vocab_size, self.group, out)
-
-    def _apply(self, op: Callable, linear: Linear, x: torch.Tensor) -> torch.Tensor:
-        return op(x, linear.weight, linear.bias, linear.leaves, self.dtype)
 
     def _join(self, linear: Linear, x: torch.Tensor, cut: list[range]) -> torch.Tensor:
         """The whole product [M, hidden_size] of an input of which every rank has its part."""
-        out = self._apply(self.ops.linear, linear, gather(x, cut, self.group))
+        out = self.ops.linear(gather(x, cut, self.group), *linear, self.dtype)
         return gather(out, self.cuts.hidden_size, self.group)
 
     def load(self, checkpoint: Checkpoint, progress: bool = True) -> None:

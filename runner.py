@@ -207,9 +207,8 @@ class Runner:
         return collect
 
     def _score_prompt(self, seq: Sequence, hidden_states: torch.Tensor) -> list[tuple[float, dict[int, float]]]:
-        """Logprobs of the prompt tokens that follow a sequence's rows of this step, if it asks for them.
-
-        Only what it does not have yet: after a preemption the early rows come round again."""
+        """Logprobs of the prompt tokens that follow a sequence's rows of this step, if it asks for them: of those it
+        has not yet, since after a preemption the early rows come round again."""
         if not seq.wants_prompt_logprobs:
             return []
         first = max(1, len(seq.prompt_logprobs))  # token 0 has no logprob

@@ -75,8 +75,7 @@ class Scheduler:
             if seq.block_table and not seq.is_computed and budget > 0 and self._grant(seq, budget):
                 scheduled.append(seq)
                 budget -= seq.num_scheduled_tokens
-        # Victims come from the tail of `running`, behind everything scheduled so far. A step that preempted admits
-        # nobody: the blocks it freed are spoken for.
+        # Victims come from the tail, behind all scheduled so far; then nobody is admitted: their blocks are spoken for.
         while self.waiting and self.num_preemptions == before and len(self.running) < self.max_num_seqs and budget > 0:
             if not self._admit(self.waiting[0], budget):
                 break  # first come, first served: nobody overtakes the head of the queue
@@ -112,8 +111,7 @@ class Scheduler:
 
     def preempt(self, seq: Sequence) -> None:
         """Take a running sequence's blocks; it goes to the head of the queue and keeps its tokens."""
-        self.running.remove(seq)
-        self._release(seq)
+        self.finish(seq)
         self.num_preemptions += 1
         self.waiting.appendleft(seq)
 
@@ -145,11 +143,8 @@ class Scheduler:
             seq.block_uids.append(self.blocks.cache_block(seq.block_table[i], seq.block_uids[-1], tokens))
 
     def finish(self, seq: Sequence) -> None:
-        """End a waiting or running sequence and free its blocks."""
+        """Take a waiting or running sequence out of its queue and free its blocks."""
         (self.running if seq.block_table else self.waiting).remove(seq)
-        self._release(seq)
-
-    def _release(self, seq: Sequence) -> None:
         self.blocks.release(seq.block_table)
         seq.block_table, seq.block_uids = [], []
         seq.num_computed_tokens = seq.num_scheduled_tokens = 0

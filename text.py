@@ -20,9 +20,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 class Tokenizer:
     """The tokenizer of a checkpoint folder; its ids are those of transformers' AutoTokenizer.
 
-    `vocab_size` is one more than the largest id, added tokens included.  `bos_token_id` and `eos_token_id` are None
-    where the settings name no such token.  `special_token_ids` is the frozenset that `decode` leaves out by default.
-    Raises ValueError if tokenizer.json is missing or one of the files cannot be read."""
+    vocab_size: one more than the largest id; bos_token_id, eos_token_id: None where the settings name no such token
+    special_token_ids: what `decode` leaves out by default. ValueError if a file is missing or cannot be read."""
 
     def __init__(self, folder: Path):
         self._folder = Path(folder)

@@ -95,8 +95,7 @@ def paged_attention_kernel(q_ptr, k_cache_ptr, v_cache_ptr, k_pages, v_pages, bl
         pos = first_pos + rows // GROUP
         num_keys = first_pos + num_query  # keys that the last query of the item may see
         end = min(last_split * SPLIT, num_keys)
-        # Tiles that every query of the item sees whole need no mask. With `enable_fp_fusion=False` leaving it out
-        # changes no bit (design, section 2).
+        # Tiles that every query of the item sees whole need no mask; with no FP fusion leaving it out changes no bit.
         full_end = start
         if SKIP_MASK:
             full_end = max(start, min(end, first_pos + 1) // TILE * TILE)

@@ -96,10 +96,9 @@ class AttentionSchedule:
 class Schedules:
     """The schedule table of one kind of GPU.
 
-    `linear` maps an upper bound of M, smallest first, to the schedules of sums of one leaf and to those of a chain, whose
-    two accumulators need a smaller tile. Of several, that one runs whose programs take the fewest turns, by the size of
-    a tile; if as many, the first.
-    `decode` has the schedules of up to `decode_programs` programs of attention, and of more."""
+    `linear`: by an upper bound of M, smallest first, the schedules of sums of one leaf, and those of a chain, whose two
+    accumulators need a smaller tile. The first runs whose programs take the fewest turns, by the size of a tile.
+    `decode`: the schedules of up to `decode_programs` programs of attention, and of more."""
 
     name: str
     linear: tuple[tuple[int, tuple[LinearSchedule, ...], tuple[LinearSchedule, ...]], ...]

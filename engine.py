@@ -1,8 +1,7 @@
 """The engine: `LLM`, from a request to its tokens.
 
-One request's way: `add_request` turns it into `Sequence`s; each `step` asks the scheduler who computes what, has the
-runner compute it, and absorbs the tokens: text, log-probabilities, the end. `generate`, `chat`, `stream` and `score`
-are loops over `step`. Run as a program, this file is the command line (cli.py)."""
+`add_request` turns a request into `Sequence`s; each `step` asks the scheduler who computes what, has the runner compute
+it, and absorbs the tokens. `generate`, `chat`, `stream` and `score` loop over `step`; cli.py is the command line."""
 
 import secrets
 import sys
@@ -80,8 +79,7 @@ class Request:
 class LLM:
     """A model, its cache and its scheduler. All arguments after `model` are keywords; see `python engine.py --help`.
 
-    model: checkpoint folder or Hub id; revision: of a Hub id
-    device: "auto", "cuda" or "cpu"
+    model: checkpoint folder or Hub id; revision: of a Hub id; device: "auto", "cuda" or "cpu"
     dtype: "auto" (the checkpoint's; float32 on CPU), "bfloat16", "float16" or "float32"
     schedule: "auto" or "reference": how fast, never which bits
     load_format: "auto" or "dummy" (random weights, for measuring); hf_overrides: entries that replace config.json's

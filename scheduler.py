@@ -64,9 +64,8 @@ class Scheduler:
         self.num_preemptions = 0
 
     def schedule(self) -> list[Sequence]:
-        """Choose this step's sequences and set their `num_scheduled_tokens`; allocate the blocks they write.
-
-        Running ones go first, then waiting ones in order, until tokens or blocks run out. Empty: none is to begin."""
+        """Choose this step's sequences, set their `num_scheduled_tokens` and allocate their blocks. Running ones go first,
+        then waiting ones in order, until the tokens or the blocks run out. Empty only if no work is left to begin."""
         budget = self.max_num_batched_tokens
         scheduled: list[Sequence] = []
         before = self.num_preemptions
@@ -96,9 +95,8 @@ class Scheduler:
         return True
 
     def _admit(self, seq: Sequence, budget: int) -> bool:
-        """Schedule a first chunk behind the cached prefix, and give it blocks. False if it must wait.
-
-        Room is asked for the whole prompt, so that a long one does not enter only to be thrown out again."""
+        """Schedule a first chunk behind the cached prefix, and give it blocks. False if it must wait: room is asked for
+        the whole prompt, so that a long one does not enter only to be thrown out again."""
         hit, uids = self.blocks.acquire([] if seq.wants_prompt_logprobs else seq.token_ids, seq.cache_salt)
         if -(-len(seq.token_ids) // KV_TILE) - len(hit) > len(self.blocks.free):
             self.blocks.release(hit)

@@ -2,9 +2,7 @@
 
 The contract: a row of any op's result depends on that row's inputs, the weights and its own sequence's keys, never on
 how many rows there are, where it stands among them, or how the work was cut. Each launcher states its `Reduction
-order:` (numerics, fixed) and its `Schedule:` (what may follow the batch without changing a bit).
-
-`Ops` is that table. The engine is handed one and calls nothing else, so a test or a benchmark can swap in another."""
+order:` (numerics, fixed) and its `Schedule:` (what may follow the batch without changing a bit)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +13,7 @@ import torch
 
 @dataclass(frozen=True)
 class Ops:
-    """The operations a model and a sampler are written in; see the launchers in this folder for shapes.
+    """All that a model and a sampler call, so that a test may swap in another; see the launchers for shapes.
 
     Schedule: `query_tile(group, row_bytes)`, query tokens a prefill work item holds, by heads a KV head and bytes a
     head; `decode_programs`, programs of decode attention that run at once (0 never shares a sequence among them)."""

@@ -17,9 +17,8 @@ def swiglu(gate_up):
 
 @triton.jit
 def add_partial(acc, offs, mask, partial_ptr, arrived_ptr, leaf, size, LEAVES: tl.constexpr):
-    """Leave one leaf's sum in memory and count it; the last program to arrive gets (sum in leaf order, True).
-
-    The order of arrival, an integer count, decides who adds, never how."""
+    """Leave one leaf's sum in memory and count it; the last program to arrive gets (sum in leaf order, True). The order
+    of arrival, an integer count, decides who adds, never how."""
     tl.store(partial_ptr + leaf.to(tl.int64) * size + offs, acc, mask=mask)
     tl.debug_barrier()
     last = tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == LEAVES - 1
@@ -108,9 +107,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, lea
     arrived: [>= tiles] int32 zeros, left zero: the arrival counters of a split sum
     returns [M, N] ([M, N / 2] if gated) in `out_dtype`: `out` if given (contiguous), else a new tensor
 
-    Reduction order: K in `leaves` leaves of tiles.leaf_length; a leaf is one fp32 `tl.dot` chain from its first
-        element to its last; leaves are added in order as a chain, then the bias, then one rounding; SwiGLU of
-        what was rounded is computed in fp32 and rounded once more.
+    Reduction order: K in `leaves` leaves of tiles.leaf_length, each one fp32 `tl.dot` chain from first element to last;
+        leaves are added in order as a chain, then the bias; rounded once. SwiGLU of that: in fp32, rounded once more.
     Schedule: tile shape, warps, stages, row grouping, whether leaves share a program, and whether the copy engine
         fetches tiles for persistent programs; all may follow M."""
     M, K = x.shape

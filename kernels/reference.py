@@ -106,9 +106,8 @@ def rotary_and_cache(qkv, q_norm, k_norm, eps, cos_sin, work, k_cache, v_cache, 
 
 
 class LockStep:
-    """Work items of equally many splits, walked together, and their index arithmetic: the same for every layer.
-
-    Row r of an item is token r // group, head r % group of its KV head, as on the GPU."""
+    """Work items of equally many splits, walked together, and their index arithmetic: the same for every layer. Row r
+    of an item is token r // group, head r % group of its KV head, as on the GPU."""
 
     def __init__(self, work, items: torch.Tensor, num_heads: int, num_kv_heads: int, kv_split: int):
         group = num_heads // num_kv_heads

@@ -86,9 +86,8 @@ def find_cut(row_ptr, V, low, target, peak, temperature, COUNT: tl.constexpr, SC
 
 @triton.jit
 def log_exponential(r):
-    """log(E) for E = -log(u), u = (r + 1/2) / 2^32, from a 32-bit word; never infinite.
-
-    Near u = 1 the distance d = 1 - u is exact in fp32 where u is not, and the winner of a race has a small E."""
+    """log(E) for E = -log(u), u = (r + 1/2) / 2^32, from a 32-bit word; never infinite. Near u = 1 the distance
+    d = 1 - u is exact in fp32 where u is not, and the winner of a race has a small E."""
     d = ((4294967295 - r.to(tl.uint32, bitcast=True).to(tl.int64)).to(tl.float32) + 0.5) * 2.3283064365386963e-10
     u = (r.to(tl.uint32, bitcast=True).to(tl.float32) + 0.5) * 2.3283064365386963e-10
     series = d * (1.0 + d * (0.5 + d * (0.33333334 + d * 0.25)))

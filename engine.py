@@ -379,8 +379,7 @@ class LLM:
 
     def chat(self, messages: list, params: SamplingParams | None = None, progress: bool = False,
              **template) -> list[RequestOutput]:
-        """Complete one conversation (a list of {"role", "content"}) or a list of them; `template` goes to the chat
-        template (for Qwen3: enable_thinking=False)."""
+        """Complete a conversation (list of {"role", "content"}) or several; `template`: e.g. enable_thinking=False."""
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
         prompts = [self.apply_chat_template(conversation, **template) for conversation in conversations]
         return self.generate(prompts, params, progress, add_special_tokens=False)

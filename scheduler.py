@@ -64,7 +64,7 @@ class Scheduler:
         self.num_preemptions = 0
 
     def schedule(self) -> list[Sequence]:
-        """Choose this step's sequences, set their `num_scheduled_tokens` and allocate their blocks. Running ones go first,
+        """Choose this step's sequences, set their `num_scheduled_tokens`, allocate their blocks. Running ones go first,
         then waiting ones in order, until the tokens or the blocks run out. Empty only if no work is left to begin."""
         budget = self.max_num_batched_tokens
         scheduled: list[Sequence] = []

@@ -88,8 +88,8 @@ class Tokenizer:
 
     def apply_chat_template(self, messages: list[dict], add_generation_prompt: bool = True,
                             tools: list[dict] | None = None, **kwargs) -> str:
-        """Render `messages` with the model's chat template; `kwargs` reach it (`enable_thinking=False`). Raises ValueError
-        if there is no template, a message is malformed, or the template fails or refuses."""
+        """Render `messages` with the model's chat template; `kwargs` reach it (`enable_thinking=False`). Raises
+        ValueError if there is no template, a message is malformed, or the template fails or refuses."""
         if not isinstance(messages, (list, tuple)) or not messages or not all(
                 isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages):
             raise ValueError("messages must be a non-empty list of dicts, each with a 'role' string")

@@ -97,7 +97,7 @@ class Schedules:
     """The schedule table of one kind of GPU.
 
     `linear`: by an upper bound of M, smallest first, the schedules of sums of one leaf, and those of a chain, whose two
-    accumulators need a smaller tile. The first runs whose programs take the fewest turns, by the size of a tile.
+    accumulators need a smaller tile. Of several, the first whose programs take the fewest turns, by the size of a tile.
     `decode`: the schedules of up to `decode_programs` programs of attention, and of more."""
 
     name: str

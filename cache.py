@@ -13,8 +13,7 @@ from kernels.tiles import KV_TILE
 
 def allocate_kv_cache(num_layers: int, num_blocks: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype,
                       device: torch.device) -> torch.Tensor:
-    """[num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim], filled with NaN: a read of a slot that nobody
-    wrote must show, not pass for a zero."""
+    """[num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim] of NaN: a read of what nobody wrote must show."""
     return torch.full((num_layers, 2, num_blocks, num_kv_heads, KV_TILE, head_dim), torch.nan, dtype=dtype,
                       device=device)
 
@@ -38,8 +37,7 @@ class BlockManager:
     def acquire(self, token_ids: list[int], salt: str | None) -> tuple[list[int], list[object]]:
         """(blocks, the root and their uids) of the longest cached prefix, whole blocks only, each owned once more.
 
-        At least the last token is left to compute, since its hidden state is wanted: a prompt that is cached whole
-        matches one block less (field bug 46)."""
+        The last token is left to compute, its hidden state being wanted: a prompt cached whole matches a block less."""
         blocks: list[int] = []
         uids: list[object] = [("root", salt)]
         for end in range(KV_TILE, len(token_ids), KV_TILE):

@@ -20,8 +20,7 @@ def resolve(model: str, revision: str | None = None) -> Path:
     """Return the folder of `model`: an existing folder as it is, else the hub repository `owner/name`, cached.
 
     Nothing that holds code is fetched. HF_HUB_OFFLINE, HF_ENDPOINT, HF_HOME and HF_TOKEN are huggingface_hub's. Raises
-    ValueError (no such folder, repository or revision, no access, no config.json) or ConnectionError (no answer, and
-    no copy in the cache)."""
+    ValueError (no such folder, repository or revision, no access, no config.json) or ConnectionError (no copy)."""
     folder = Path(model).expanduser()
     if not model or not folder.is_dir():  # Path("") would be the working directory
         if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model):
@@ -86,12 +85,11 @@ class Checkpoint:
         for file in self.files:
             with open_safetensors(file) as handle:
                 for name in handle.keys():
-                    if name in file_of:
+                    if file_of.setdefault(name, file.name) != file.name:
                         raise ValueError(f"tensor {name} is in both {file_of[name]} and {file.name} of {self.folder}; "
                                          "which one counts is anyone's guess: fetch the checkpoint again")
                     view = handle.get_slice(name)
                     self.shapes[name], self.dtypes[name] = tuple(view.get_shape()), view.get_dtype()
-                    file_of[name] = file.name
         for name, shard in weight_map.items():
             if file_of.get(name) != shard:
                 raise ValueError(f"{INDEX_NAME} of {self.folder} puts tensor {name} in {shard}, which lacks it; "

@@ -53,10 +53,11 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("engine", "None changes an answer, but where it is cut off.").add_argument
     add("--schedule", choices=["auto", "reference"], default="auto", help="reference: one fixed kernel configuration")
     add("--max-model-len", type=int, metavar="N", help="longest prompt + output (default: what model and cache allow)")
-    add("--max-num-seqs", type=int, metavar="N", help="most sequences in a step (default: 1024 on a large GPU, else 256)")
+    add("--max-num-seqs", type=int, metavar="N", help="most sequences in a step (default: 1024 on a big GPU, else 256)")
     add("--max-num-batched-tokens", type=int, metavar="N", help="most tokens in a step (default: 8192, on CPU 512)")
     add("--gpu-memory-utilization", type=float, default=0.85, metavar="F", help="share of it (default: %(default)s)")
     add("--num-gpu-blocks-override", type=int, metavar="N", help="size of the KV cache in blocks of 64 tokens")
+    add("--tensor-parallel-size", type=int, default=1, metavar="N", help="GPUs of this host to share (default: 1)")
     add("--no-enable-prefix-caching", dest="enable_prefix_caching", action="store_false")
     add("--enforce-eager", action="store_true", help="no CUDA graphs")
 
@@ -154,8 +155,8 @@ def main(argv: list[str] | None = None) -> int:
     args = (parser := build_parser()).parse_args(argv)
     if (args.system or args.no_think) and not args.chat:
         parser.error("--system and --no-think need --chat")
-    if args.trace and not args.receipt:
-        parser.error("--trace needs --receipt")
+    if args.trace and (not args.receipt or args.tensor_parallel_size > 1):
+        parser.error("--trace needs --receipt and --tensor-parallel-size 1")
     try:
         return run(args)
     except (ValueError, OSError) as error:

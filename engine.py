@@ -1,15 +1,14 @@
 """The engine: `LLM`, from a request to its tokens.
 
-One request's way: `add_request` turns it into `Sequence`s; each `step` asks the scheduler who computes what, has the
-runner compute it, and absorbs the tokens: text, log-probabilities, the end. `generate`, `chat`, `stream` and `score`
-are loops over `step`. Run as a program, this file is the command line (cli.py)."""
+`add_request` turns a request into `Sequence`s; each `step` asks the scheduler who computes what, has the runner compute
+it, and absorbs the tokens. `generate`, `chat`, `stream` and `score` loop over `step`; cli.py is the command line."""
 
 import secrets
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from numbers import Integral
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +22,7 @@ from cache import BlockManager, allocate_kv_cache
 from kernels import Ops, make_ops
 from kernels.tiles import KV_TILE
 from model import DTYPES, Model, ModelConfig
+from parallel import Ranks
 from runner import Runner, StepOutput
 from sampler import SamplingParams, completion_seed
 from scheduler import Scheduler, Sequence
@@ -31,8 +31,8 @@ from text import Detokenizer, Tokenizer
 DEFAULT_MODEL = "models/embedded"  # in this folder, wherever one is
 GRAPH_RESERVE = 1 << 29  # bytes left free for CUDA graphs, which are captured after the cache is sized
 CPU_CACHE_BYTES = 1 << 30
-ASLEEP = "the engine is asleep, its cache lent out: call wake() first"
-NOTHING = ((), list)  # no step in flight: no sequences, and no results to wait for
+ASLEEP = "the engine is asleep, its cache lent out: call wake() first (or lost its ranks: make a new LLM)"
+NOTHING = (list, ())  # no step in flight: no results to wait for, and no sequences
 
 
 @dataclass
@@ -79,8 +79,7 @@ class Request:
 class LLM:
     """A model, its cache and its scheduler. All arguments after `model` are keywords; see `python engine.py --help`.
 
-    model: checkpoint folder or Hub id; revision: of a Hub id
-    device: "auto", "cuda" or "cpu"
+    model: checkpoint folder or Hub id; revision: of a Hub id; device: "auto", "cuda" or "cpu"
     dtype: "auto" (the checkpoint's; float32 on CPU), "bfloat16", "float16" or "float32"
     schedule: "auto" or "reference": how fast, never which bits
     load_format: "auto" or "dummy" (random weights, for measuring); hf_overrides: entries that replace config.json's
@@ -89,7 +88,8 @@ class LLM:
     max_num_batched_tokens: most tokens in a step [8192, on CPU 512]
     gpu_memory_utilization: share of the GPU's memory to use; num_gpu_blocks_override: size of the cache in blocks of 64
     enable_prefix_caching, enforce_eager (no CUDA graphs): as in vLLM; ops: another op table (tests, benchmarks)
-    async_scheduling: launch a step before the tokens of the last are known to the host [on a GPU]"""
+    async_scheduling: launch a step before the tokens of the last are known to the host [on a GPU]
+    tensor_parallel_size: GPUs of this host to share the weights among (parallel.py); _ranks: its own, of the others"""
 
     def __init__(self, model: str | Path = DEFAULT_MODEL, *, revision: str | None = None, device: str = "auto",
                  dtype: str = "auto", schedule: str = "auto", load_format: str = "auto",
@@ -97,11 +97,11 @@ class LLM:
                  max_num_batched_tokens: int | None = None, gpu_memory_utilization: float = 0.85,
                  num_gpu_blocks_override: int | None = None, enable_prefix_caching: bool = True,
                  enforce_eager: bool = False, async_scheduling: bool | None = None, ops: Ops | None = None,
-                 progress: bool = True):
-        for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens),
-                            ("num_gpu_blocks_override", num_gpu_blocks_override)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+                 progress: bool = True, tensor_parallel_size: int = 1, _ranks: Ranks | None = None):
+        options = {name: value for name, value in locals().items() if name not in ("self", "_ranks")}
+        for name in ("max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override", "tensor_parallel_size"):
+            if options[name] is not None and options[name] < 1:
+                raise ValueError(f"{name} must be at least 1, got {options[name]}")
         if load_format not in ("auto", "dummy"):
             raise ValueError(f"unknown load_format {load_format!r}: use 'auto' or 'dummy'")
         name = str(Path(__file__).parent / DEFAULT_MODEL) if str(model) == DEFAULT_MODEL else str(model)
@@ -117,25 +117,32 @@ class LLM:
         limit = self.config.max_model_len
         if max_model_len is not None and not 1 <= max_model_len <= limit:
             raise ValueError(f"max_model_len {max_model_len} must be between 1 and {limit}, the model's own limit")
-        self.model = Model(self.config, self.ops, self.device, self.dtype, max_model_len or limit)
+        self.ranks = _ranks or Ranks(tensor_parallel_size)
+        self.model = Model(self.config, self.ops, self.device, self.dtype, max_model_len or limit, *self.ranks.place)
+        if tensor_parallel_size > 1 and not _ranks:
+            self.ranks.start(self, options | {"model": self.folder, "revision": None, "progress": False})
         if load_format == "dummy":
             self.model.load_dummy(progress)
         else:
             self.model.load(checkpoint.Checkpoint(self.folder), progress)
         self.tokenizer = Tokenizer(self.folder) if (self.folder / "tokenizer.json").is_file() else None
         self.generation_config = checkpoint.read_json(self.folder, "generation_config.json")
-        self.eos_token_ids = end_token_ids(self.generation_config, raw, self.tokenizer)
+        given = [self.generation_config.get("eos_token_id"), raw.get("eos_token_id"),
+                 self.tokenizer and self.tokenizer.eos_token_id]  # each an id, a list of them or None: all end a text
+        lists = [value if isinstance(value, list) else [value] for value in given if value is not None]
+        self.eos_token_ids = frozenset(token for ids in lists for token in ids)
+        self.model.group = self.ranks.connect(self.device)
 
-        self._new_cache = lambda num_blocks: allocate_kv_cache(
-            self.config.num_layers, num_blocks, self.config.num_kv_heads, self.config.head_dim, self.dtype, self.device)
+        self._new_cache = partial(allocate_kv_cache, self.config.num_layers, num_kv_heads=self.model.num_kv_heads,
+                                  head_dim=self.config.head_dim, dtype=self.dtype, device=self.device)
         batched = max_num_batched_tokens or (8192 if self.device.type == "cuda" else 512)
         num_blocks = num_gpu_blocks_override or self._measure_blocks(gpu_memory_utilization, max_num_seqs, batched)
         self.max_model_len = min(max_model_len or limit, num_blocks * KV_TILE)
         if max_model_len is not None and self.max_model_len < max_model_len:
             raise ValueError(f"the cache has room for {num_blocks * KV_TILE} tokens, less than max_model_len "
                              f"{max_model_len}: lower it, or give the engine more memory")
-        self.runner = Runner(self.model, self.ops, self._new_cache(num_blocks), max_num_seqs, self.max_model_len,
-                             enforce_eager)
+        self.runner = Runner(self.model, self._new_cache(num_blocks), max_num_seqs, self.max_model_len, enforce_eager)
+        self.ranks.runner = self.runner
         blocks = BlockManager(num_blocks, enable_prefix_caching=enable_prefix_caching)
         self.scheduler = Scheduler(blocks, max_num_seqs, batched)
         self.async_scheduling = self.device.type == "cuda" if async_scheduling is None else async_scheduling
@@ -146,17 +153,16 @@ class LLM:
         self._next_id = 0
 
     def _measure_blocks(self, utilization: float, max_num_seqs: int, max_num_batched_tokens: int) -> int:
-        """How many cache blocks fit beside the weights and the largest step's working memory."""
+        """How many cache blocks fit, on every rank, beside the weights and the largest step's working memory."""
         c = self.config
-        block_bytes = 2 * c.num_layers * c.num_kv_heads * KV_TILE * c.head_dim * self.dtype.itemsize
+        block_bytes = 2 * c.num_layers * self.model.num_kv_heads * KV_TILE * c.head_dim * self.dtype.itemsize
         if self.device.type == "cpu":
-            return max(1, CPU_CACHE_BYTES // block_bytes)
+            return self.ranks.least(max(1, CPU_CACHE_BYTES // block_bytes))
         if not 0 < utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {utilization}")
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
-        Runner(self.model, self.ops, self._new_cache(1), max_num_seqs, KV_TILE, True).profile(
-            max_num_batched_tokens, max_num_seqs)
+        Runner(self.model, self._new_cache(1), max_num_seqs, KV_TILE, True).profile(max_num_batched_tokens)
         working = torch.cuda.max_memory_allocated(self.device) - before
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
@@ -166,7 +172,7 @@ class LLM:
             raise ValueError(f"no memory left for the cache: {free / 2**30:.1f} GiB free after the weights, a step "
                              f"needs {working / 2**30:.1f}; lower max_num_batched_tokens or raise "
                              "gpu_memory_utilization")
-        return int(budget // block_bytes)
+        return self.ranks.least(int(budget // block_bytes))
 
     fingerprint_parts, fingerprint = cached_property(receipts.fingerprint_parts), property(receipts.fingerprint)
     receipt, verify = receipts.make_receipt, receipts.verify  # the proof is a file of its own
@@ -198,6 +204,8 @@ class LLM:
             self._next_id += 1
             request_id = f"req-{self._next_id}"
         seed = params.seed if params.seed is not None else secrets.randbits(53)
+        self.ranks.tell("add_request", token_ids, replace(params, seed=seed), request_id=request_id,
+                        cache_salt=cache_salt, score_only=score_only)  # nothing is left to chance
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
         output = RequestOutput(request_id, prompt if isinstance(prompt, str) else None, token_ids, params)
         request = Request(output, [], [])
@@ -229,39 +237,28 @@ class LLM:
             out.delta = ""
         self._fresh = []
         changed: dict[str, RequestOutput] = {}
-        took_part = [seq for seq, _ in self._in_flight[0]]
+        took_part = [seq for seq, _ in self._in_flight[1]]
         try:
+            self.ranks.tell("step")
             seqs = self.scheduler.schedule()
             took_part += seqs
-            launched = self._launch(seqs) if seqs else NOTHING
+            launched = (self.runner.launch(seqs), self.scheduler.launched(seqs)) if seqs else NOTHING
             self._collect(changed)
             self._in_flight = launched
             if not self.async_scheduling or any(seq.params.has_penalties or seq.wants_prompt_logprobs for seq in seqs):
                 self._collect(changed)
         except BaseException:
             self._in_flight = NOTHING
+            self.ranks.close(broken=True)
             for seq in took_part:
                 if seq in self._owner:
                     self.abort(self._owner[seq][0].output.request_id)
             raise
         return list(changed.values())
 
-    def _launch(self, seqs: list[Sequence]) -> tuple[list[tuple[Sequence, int]], Callable[[], list[StepOutput]]]:
-        """Start a step. Returns its sequences, each with the number of its tokens then computed, and the wait."""
-        collect = self.runner.launch(seqs)
-        entries, row = [], 0
-        for seq in seqs:
-            samples = seq.samples_this_step
-            self.scheduler.computed(seq)
-            entries.append((seq, seq.num_computed_tokens))
-            if samples:  # the place of the token to come
-                row += 1
-                seq.token_ids.append(-row)
-        return entries, collect
-
     def _collect(self, changed: dict[str, RequestOutput]) -> None:
         """Wait for the step in flight, if there is one, and take its results in."""
-        (entries, collect), self._in_flight = self._in_flight, NOTHING
+        (collect, entries), self._in_flight = self._in_flight, NOTHING
         for (seq, position), result in zip(entries, collect()):
             if seq not in self._owner:
                 continue  # it ended, or was aborted, while this was under way
@@ -278,6 +275,7 @@ class LLM:
 
     def abort(self, request_id: str) -> None:
         """End a request wherever it is and free its blocks. An unknown id is ignored: it may have just ended."""
+        self.ranks.tell("abort", request_id)
         if request := self.requests.get(request_id):
             for index, seq in enumerate(request.seqs):
                 if seq in self._owner:
@@ -365,10 +363,9 @@ class LLM:
             for prompt, own in zip(prompts, each, strict=True):
                 try:
                     results.append(self.requests[self.add_request(prompt, own, **options)].output)
-                except ValueError as error:
+                except ValueError as why:
                     text, ids = (prompt, []) if isinstance(prompt, str) else (None, list(prompt))
-                    results.append(RequestOutput("", text, ids, own or SamplingParams(), finished=True,
-                                                 error=str(error)))
+                    results.append(RequestOutput("", text, ids, own or SamplingParams(), finished=True, error=str(why)))
             if prompts and all(output.error for output in results):
                 raise ValueError(results[0].error)
             for output in tqdm(results, "prompts", disable=not progress):
@@ -382,8 +379,7 @@ class LLM:
 
     def chat(self, messages: list, params: SamplingParams | None = None, progress: bool = False,
              **template) -> list[RequestOutput]:
-        """Complete one conversation (a list of {"role", "content"}) or a list of them; `template` goes to the chat
-        template (for Qwen3: enable_thinking=False)."""
+        """Complete a conversation (list of {"role", "content"}) or several; `template`: e.g. enable_thinking=False."""
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
         prompts = [self.apply_chat_template(conversation, **template) for conversation in conversations]
         return self.generate(prompts, params, progress, add_special_tokens=False)
@@ -432,21 +428,28 @@ class LLM:
                                         tensors=lambda progress: new.items()))
         self.load_format = "updated"
         self.__dict__.pop("fingerprint_parts", None)
+        if self.ranks.pipes:  # of a view, pickle would send all that it is a view of
+            new = {name: new[name].cpu().clone(memory_format=torch.contiguous_format) for name in self.model.weights}
+            self.ranks.tell("update_weights", new)
+            self.fingerprint_parts = receipts.fingerprint_parts(self, new)  # now, while there are whole weights
 
     def sleep(self) -> None:
         """Lend the memory of the KV cache and the CUDA graphs to others, until `wake`; the weights stay."""
         self._settle()
+        self.ranks.tell("sleep")
         self.runner.use_cache(None)
         torch.cuda.empty_cache()  # nothing where there is no GPU
 
     def wake(self) -> None:
         """Take the memory back. The cache is empty; graphs are captured again when they are first needed."""
         if self.runner.kv_cache is None:
+            self.ranks.tell("wake")
             self.runner.use_cache(self._new_cache(self.scheduler.blocks.num_blocks))
 
     def _settle(self) -> None:
         if self.requests:
             raise RuntimeError(f"{len(self.requests)} requests are running: finish or abort them first")
+        self.ranks.tell("_settle")
         self._collect({})  # a step may outlive its requests
         self.scheduler.blocks.reset_prefix_cache()
 
@@ -471,13 +474,6 @@ def pick_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dt
     if wanted not in DTYPES:
         raise ValueError(f"unknown dtype {wanted!r}: use 'auto', {', '.join(map(repr, DTYPES))}")
     return DTYPES[wanted]
-
-
-def end_token_ids(generation_config: dict, config: dict, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """Every id that ends a text: generation_config's, config's and the tokenizer's, each an int or a list."""
-    given = [generation_config.get("eos_token_id"), config.get("eos_token_id"), tokenizer and tokenizer.eos_token_id]
-    lists = [value if isinstance(value, list) else [value] for value in given if value is not None]
-    return frozenset(token for ids in lists for token in ids)
 
 
 if __name__ == "__main__":

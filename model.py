@@ -1,20 +1,20 @@
 """The transformer: its configuration, its rotary table, its weights and its forward pass.
 
 One decoder covers Qwen3, Qwen2 and Llama shapes; they differ in a few flags of `ModelConfig`. The forward pass is
-written in the ops of one `kernels.Ops` table and reads everything else from its arguments. It knows nothing of
-requests, scheduling or sampling."""
+written in the ops of one `kernels.Ops` table, and knows nothing of requests, scheduling or sampling."""
 
 import hashlib
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
 
 from checkpoint import Checkpoint
 from kernels import Ops, same_bits
+from kernels.collectives import gather
 from kernels.tiles import leaf_count
 from kernels.work import AttentionWork
 
@@ -169,8 +169,31 @@ class Batch:
     logits_rows: torch.Tensor | None = None
 
 
-@dataclass
-class Linear:
+def deal(count: int, ranks: int, unit: int = 0) -> list[range]:
+    """[0, count) as one range a rank, as even as can be: whole units, though the last may be cut short. A unit is 128,
+    if it is not given, or 64 (the tile of the CPU's products) where those are too few."""
+    unit = unit or (128 if count > 128 * (ranks - 1) else 64)
+    borders = [min(count, rank * -(-count // unit) // ranks * unit) for rank in range(ranks + 1)]
+    return [range(a, b) for a, b in zip(borders, borders[1:])]
+
+
+def shard(c: ModelConfig, size: int) -> SimpleNamespace:
+    """The rows of weights, so the columns of products, that each of `size` ranks owns; ValueError names what cannot be
+    dealt to so many. q, kv: KV heads with the query heads that read them; of more ranks, a multiple, several hold the
+    same KV head and deal out its query heads. The others by their names in the config."""
+    H, group = c.num_kv_heads, c.num_heads // c.num_kv_heads * c.head_dim  # rows of the query heads of a KV head
+    if size > H and size % H:
+        raise ValueError(f"tensor_parallel_size {size} is above num_kv_heads {H}, but no multiple of it")
+    q = deal(H * group, size, group if size <= H else c.head_dim)
+    kv = [range(rows.start // group * c.head_dim, -(-rows.stop // group) * c.head_dim) for rows in q]
+    cuts = {"num_heads": q} | {name: deal(getattr(c, name), size)
+                               for name in ("hidden_size", "intermediate_size", "vocab_size")}
+    if small := [name for name, cut in cuts.items() if not all(cut)]:
+        raise ValueError(f"{small[0]} {getattr(c, small[0])} is too small for tensor_parallel_size {size}")
+    return SimpleNamespace(q=q, kv=kv, **cuts)
+
+
+class Linear(NamedTuple):
     """A weight [N, K], its bias and its leaf count (by the full weight's shape, never a shard's)."""
 
     weight: torch.Tensor
@@ -179,95 +202,104 @@ class Linear:
 
 
 class Model:
-    """A decoder-only transformer over `ops`.
+    """A decoder-only transformer over `ops`, or the part of it that rank `rank` of `size` owns.
 
-    `weights` maps every Hugging Face tensor name to the view of the (merged) parameter that holds it; loading and
-    random weights write through it."""
+    `weights` maps every Hugging Face tensor name to the view of the (merged) parameter that holds it, or the rank's
+    rows of it; `whole` to the shape of all of it and those rows. Loading and random weights write through them.
+    `num_heads`, `num_kv_heads`: the rank's; `most_kv_heads`: the most that a rank has. `group`: through which the ranks
+    gather, to be set if there are others."""
 
-    def __init__(self, config: ModelConfig, ops: Ops, device: torch.device, dtype: torch.dtype, max_model_len: int):
+    def __init__(self, config: ModelConfig, ops: Ops, device: torch.device, dtype: torch.dtype, max_model_len: int,
+                 rank: int = 0, size: int = 1):
         self.config, self.ops, self.device, self.dtype = config, ops, device, dtype
+        self.rank, self.size, self.group, self.cuts = rank, size, None, shard(config, size)
         self.weights: dict[str, torch.Tensor] = {}
-        c, D = config, config.head_dim
-        q_size, kv_size = c.num_heads * D, c.num_kv_heads * D
-        self.embed_tokens = self._parameter(c.vocab_size, c.hidden_size, [("model.embed_tokens.weight", c.vocab_size)])
+        self.whole: dict[str, tuple[tuple[int, ...], slice]] = {}
+        c, D, cuts = config, config.head_dim, self.cuts
+        self.num_heads, self.num_kv_heads = len(cuts.q[rank]) // D, len(cuts.kv[rank]) // D
+        self.most_kv_heads = max(map(len, cuts.kv)) // D
+        whole_vocab = [range(c.vocab_size)] * size  # any rank may be asked for any token
+        self.embed_tokens = self._parameter(c.hidden_size, [("model.embed_tokens.weight", whole_vocab)])
         self.layers = []
         for i in range(c.num_layers):
             attn, mlp = f"model.layers.{i}.self_attn.", f"model.layers.{i}.mlp."
-            qkv = [(attn + "q_proj", q_size), (attn + "k_proj", kv_size), (attn + "v_proj", kv_size)]
-            gate_up = [(mlp + "gate_proj", c.intermediate_size), (mlp + "up_proj", c.intermediate_size)]
+            qkv = [(attn + "q_proj", cuts.q), (attn + "k_proj", cuts.kv), (attn + "v_proj", cuts.kv)]
+            gate_up = [(mlp + "gate_proj", cuts.intermediate_size), (mlp + "up_proj", cuts.intermediate_size)]
             self.layers.append(SimpleNamespace(
                 input_layernorm=self._norm(f"model.layers.{i}.input_layernorm", c.hidden_size),
                 qkv_proj=self._linear(qkv, c.hidden_size, c.qkv_bias),
                 q_norm=self._norm(attn + "q_norm", D) if c.qk_norm else None,
                 k_norm=self._norm(attn + "k_norm", D) if c.qk_norm else None,
-                o_proj=self._linear([(attn + "o_proj", c.hidden_size)], q_size, c.o_bias),
+                o_proj=self._linear([(attn + "o_proj", cuts.hidden_size)], c.num_heads * D, c.o_bias),
                 post_attention_layernorm=self._norm(f"model.layers.{i}.post_attention_layernorm", c.hidden_size),
                 gate_up_proj=self._linear(gate_up, c.hidden_size, c.mlp_bias, in_turn=True),
-                down_proj=self._linear([(mlp + "down_proj", c.hidden_size)], c.intermediate_size, c.mlp_bias)))
+                down_proj=self._linear([(mlp + "down_proj", cuts.hidden_size)], c.intermediate_size, c.mlp_bias)))
         self.norm = self._norm("model.norm", c.hidden_size)
         if c.tie_word_embeddings:
-            self.lm_head = Linear(self.embed_tokens, None, leaf_count(c.vocab_size, c.hidden_size))
+            head = self.embed_tokens[cuts.vocab_size[rank].start : cuts.vocab_size[rank].stop]
+            self.lm_head = Linear(head, None, leaf_count(c.vocab_size, c.hidden_size))
         else:
-            self.lm_head = self._linear([("lm_head", c.vocab_size)], c.hidden_size, False)
+            self.lm_head = self._linear([("lm_head", cuts.vocab_size)], c.hidden_size, False)
         self.cos_sin = rotary_table(c, max_model_len).to(device)
 
-    def _parameter(self, N: int, K: int | None, parts: list[tuple[str, int]], in_turn: bool = False) -> torch.Tensor:
-        """One tensor [N, K] (or [N]), registered in `weights` by checkpoint names: row ranges, or rows in turn."""
-        shape = (N,) if K is None else (N, K)
+    def _parameter(self, K: int | None, parts: list[tuple[str, list[range]]], in_turn: bool = False) -> torch.Tensor:
+        """One tensor [N, K] (or [N]) of the rank's rows of each (checkpoint name, cut), one below the other or in turn;
+        see `weights` and `whole`."""
+        rows = [cut[self.rank] for _, cut in parts]
+        shape = (sum(map(len, rows)),) if K is None else (sum(map(len, rows)), K)
         tensor = torch.empty(shape, dtype=self.ops.weight_dtype(self.dtype), device=self.device)
-        views = tensor.unflatten(0, (-1, len(parts))).unbind(1) if in_turn else tensor.split([p[1] for p in parts])
-        for (name, _), view in zip(parts, views, strict=True):
+        views = tensor.unflatten(0, (-1, len(parts))).unbind(1) if in_turn else tensor.split(list(map(len, rows)))
+        for (name, cut), own, view in zip(parts, rows, views, strict=True):
             self.weights[name] = view
+            self.whole[name] = (cut[-1].stop, *shape[1:]), slice(own.start, own.stop)
         return tensor
 
     def _norm(self, name: str, N: int) -> torch.Tensor:
-        return self._parameter(N, None, [(name + ".weight", N)])
+        return self._parameter(None, [(name + ".weight", [range(N)] * self.size)])
 
-    def _linear(self, parts: list[tuple[str, int]], K: int, has_bias: bool, in_turn: bool = False) -> Linear:
-        N = sum(rows for _, rows in parts)
-        weight = self._parameter(N, K, [(name + ".weight", rows) for name, rows in parts], in_turn)
-        bias = self._parameter(N, None, [(name + ".bias", rows) for name, rows in parts], in_turn) if has_bias else None
-        return Linear(weight, bias, leaf_count(N, K))
+    def _linear(self, parts: list[tuple[str, list[range]]], K: int, has_bias: bool, in_turn: bool = False) -> Linear:
+        weight = self._parameter(K, [(name + ".weight", cut) for name, cut in parts], in_turn)
+        bias = self._parameter(None, [(name + ".bias", cut) for name, cut in parts], in_turn) if has_bias else None
+        return Linear(weight, bias, leaf_count(sum(cut[-1].stop for _, cut in parts), K))
 
     def forward(self, batch: Batch, kv_cache: torch.Tensor) -> torch.Tensor:
         """Hidden states after the final norm, of `batch.logits_rows`: [num_logits, hidden_size].
 
-        kv_cache: [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]; this step's keys are written to it.
-        """
+        kv_cache: [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]; this step's keys are written to it"""
         c, ops, eps = self.config, self.ops, self.config.rms_norm_eps
-        residual = ops.embedding(batch.input_ids, self.embed_tokens, self.dtype, batch.drawn)
-        hidden_states = None
+        hidden_states, residual = ops.embedding(batch.input_ids, self.embed_tokens, self.dtype, batch.drawn), None
         for layer, (k_cache, v_cache) in zip(self.layers, kv_cache, strict=True):
-            if hidden_states is None:
-                hidden_states = ops.rms_norm(residual, layer.input_layernorm, eps)
-            else:
-                hidden_states = ops.rms_norm(hidden_states, layer.input_layernorm, eps, residual)
-            qkv = self._apply(ops.linear, layer.qkv_proj, hidden_states)
+            normed = ops.rms_norm(hidden_states, layer.input_layernorm, eps, residual)
+            residual = hidden_states if residual is None else residual  # the embedding; each norm adds to it, in place
+            qkv = ops.linear(normed, *layer.qkv_proj, self.dtype)
             q = ops.rotary_and_cache(qkv, layer.q_norm, layer.k_norm, eps, self.cos_sin, batch.attention, k_cache,
-                                     v_cache, c.num_heads)
+                                     v_cache, self.num_heads)
             attn = ops.paged_attention(q, k_cache, v_cache, batch.attention, c.head_dim**-0.5)
-            hidden_states = self._apply(ops.linear, layer.o_proj, attn.flatten(1))
+            hidden_states = self._join(layer.o_proj, attn.flatten(1), self.cuts.q)
             hidden_states = ops.rms_norm(hidden_states, layer.post_attention_layernorm, eps, residual)
-            hidden_states = self._apply(ops.gated_linear, layer.gate_up_proj, hidden_states)
-            hidden_states = self._apply(ops.linear, layer.down_proj, hidden_states)
+            hidden_states = ops.gated_linear(hidden_states, *layer.gate_up_proj, self.dtype)
+            hidden_states = self._join(layer.down_proj, hidden_states, self.cuts.intermediate_size)
         if batch.logits_rows is not None:
             hidden_states, residual = hidden_states[batch.logits_rows], residual[batch.logits_rows]
         return ops.rms_norm(hidden_states, self.norm, eps, residual)
 
     def logits(self, hidden_states: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """[num_rows, hidden_size] -> [num_rows, vocab_size] fp32, into `out` if given."""
-        head = self.lm_head
-        return self.ops.linear(hidden_states, head.weight, head.bias, head.leaves, torch.float32, out)
+        logits = self.ops.linear(hidden_states, *self.lm_head, torch.float32, None if self.group else out)
+        return gather(logits, self.cuts.vocab_size, self.group, out)
 
-    def _apply(self, op: Callable, linear: Linear, x: torch.Tensor) -> torch.Tensor:
-        return op(x, linear.weight, linear.bias, linear.leaves, self.dtype)
+    def _join(self, linear: Linear, x: torch.Tensor, cut: list[range]) -> torch.Tensor:
+        """The whole product [M, hidden_size] of an input of which every rank has its part."""
+        out = self.ops.linear(gather(x, cut, self.group), *linear, self.dtype)
+        return gather(out, self.cuts.hidden_size, self.group)
 
     def load(self, checkpoint: Checkpoint, progress: bool = True) -> None:
         """Stream a checkpoint into the parameters, in place. Raises ValueError, before anything is overwritten, naming
         the tensor that is missing, unexpected, of another shape or of a dtype that is no float."""
         tied = head, _ = "lm_head.weight", "model.embed_tokens.weight"
         copied = self.config.tie_word_embeddings and head in checkpoint.shapes  # allowed; compared, not loaded
-        check_names(checkpoint.shapes, self.weights | ({head: self.embed_tokens} if copied else {}), head)
+        shapes = {name: shape for name, (shape, _) in self.whole.items()}
+        check_names(checkpoint.shapes, shapes | ({head: shapes[tied[1]]} if copied else {}), head)
         for name, dtype in checkpoint.dtypes.items():
             if dtype not in FLOATS and dtype not in DTYPES.values():
                 raise ValueError(f"tensor {name} has dtype {dtype}: samebits loads {', '.join(sorted(FLOATS))}")
@@ -277,36 +309,36 @@ class Model:
                              "config.json, or remove the tensor")
         for name, data in checkpoint.tensors(progress):
             if name in self.weights:
-                self.weights[name].copy_(data[:].to(self.dtype))
+                self.weights[name].copy_(data[self.whole[name][1]].to(self.dtype))
 
     def load_dummy(self, progress: bool = True) -> None:
         """Random weights, made on the device, from a generator keyed by each tensor's name (no two are alike).
 
-        Scales are chosen so that every block moves the residual by about its own size and logits spread over a few
-        units, which makes greedy tokens vary."""
+        By their scales every block moves the residual by about its own size, and logits spread: greedy tokens vary."""
         width = self.config.hidden_size**0.5
         for name, view in tqdm(self.weights.items(), "random weights", disable=not progress, leave=False):
             seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big")
             generator = torch.Generator(self.device).manual_seed(seed)
+            shape, rows = self.whole[name]
             if name.endswith("norm.weight"):
                 mean, std = 1.0, 0.1
             elif "embed_tokens" in name or "lm_head" in name:
                 mean, std = 0.0, 2.5 / width
             else:
                 gain = 3.0 if "o_proj" in name or "down_proj" in name else 1.0
-                mean, std = 0.0, gain / (view.shape[-1] ** 0.5 if view.dim() == 2 else 10.0)
-            view.copy_(torch.empty_like(view, dtype=torch.float32).normal_(mean, std, generator=generator)
-                       .to(self.dtype))
+                mean, std = 0.0, gain / (shape[-1] ** 0.5 if len(shape) == 2 else 10.0)
+            whole = torch.empty(shape, dtype=torch.float32, device=self.device)
+            view.copy_(whole.normal_(mean, std, generator=generator)[rows].to(self.dtype))
 
 
-def check_names(shapes: dict[str, tuple], expected: dict[str, torch.Tensor], head: str) -> None:
+def check_names(shapes: dict[str, tuple], expected: dict[str, tuple], head: str) -> None:
     """The checkpoint's tensors must be the model's, name for name and shape for shape."""
-    for name, view in expected.items():
+    for name, shape in expected.items():
         if name not in shapes:
             hint = " (tie_word_embeddings is false: an untied head must be in the checkpoint)" if name == head else ""
             raise ValueError(f"tensor {name} is missing from the checkpoint{hint}")
-        if tuple(shapes[name]) != tuple(view.shape):
-            raise ValueError(f"tensor {name} has shape {tuple(shapes[name])}, the config says {tuple(view.shape)}")
+        if tuple(shapes[name]) != shape:
+            raise ValueError(f"tensor {name} has shape {tuple(shapes[name])}, the config says {shape}")
     for name in shapes:
         if name not in expected and not name.endswith("rotary_emb.inv_freq"):
             raise ValueError(f"unexpected tensor {name} in the checkpoint: the config has no place for it")

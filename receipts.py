@@ -67,10 +67,12 @@ def processor_kind() -> str:
     return found[1] if found else platform.processor() or platform.machine()
 
 
-def fingerprint_parts(llm) -> dict:
-    """Everything that may change bits, by name: end tokens, too, which min_tokens bans. Reads the weight files once."""
+def fingerprint_parts(llm, tensors: dict[str, torch.Tensor] | None = None) -> dict:
+    """Everything that may change bits, by name: end tokens, too, which min_tokens bans. Reads the weight files once.
+    `tensors`: the weights, in the model's order, where that has but a part of them."""
     weights = "dummy" if llm.load_format == "dummy" else (
-        tensor_digest(llm.model.weights, llm.dtype) if llm.load_format == "updated" else weight_digest(llm.folder))
+        tensor_digest(tensors or llm.model.weights, llm.dtype) if llm.load_format == "updated"
+        else weight_digest(llm.folder))
     parts = {"numerics": numerics_hash(), "dtype": str(llm.dtype).removeprefix("torch."), "tp_style": "column",
              "backend": llm.ops.name, "torch": torch.__version__.split("+")[0], "end_tokens": sorted(llm.eos_token_ids),
              "weights": weights, "config": hashlib.sha256(repr(llm.config).encode()).hexdigest()[:16]}

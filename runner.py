@@ -6,12 +6,13 @@ from `drawn`. Reads sequences and never changes them; knows nothing of text."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 import numpy as np
 import torch
 
 import sampler
-from kernels import Ops, upload
+from kernels import upload
 from kernels.tiles import KV_SPLIT, KV_TILE
 from kernels.work import ITEM_FIELDS, MERGE_FIELDS, AttentionWork, plan_decode, plan_prefill
 from model import Batch, Model
@@ -34,8 +35,7 @@ def empty_fields(num_tokens: int, num_seqs: int, width: int, decode_items: int =
 
 
 def pack(fields: dict[str, np.ndarray]) -> tuple[np.ndarray, dict[str, slice]]:
-    """All fields in one int32 buffer, each on a 16-byte border so that a kernel's pointers always look alike; and where
-    in it each lies."""
+    """All fields in one int32 buffer, and where each lies: on 16-byte borders, so that kernels' pointers look alike."""
     places, end = {}, 0
     for name, array in fields.items():
         places[name] = slice(end, end + array.size)
@@ -59,11 +59,10 @@ class StepOutput:
 class Runner:
     """Runs steps of `model` over `kv_cache` [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]."""
 
-    def __init__(self, model: Model, ops: Ops, kv_cache: torch.Tensor, max_num_seqs: int, max_model_len: int,
-                 enforce_eager: bool):
-        self.model, self.ops, self.device, self.max_num_seqs = model, ops, model.device, max_num_seqs
+    def __init__(self, model: Model, kv_cache: torch.Tensor, max_num_seqs: int, max_model_len: int, eager: bool):
+        self.model, self.ops, self.device, self.max_num_seqs = model, model.ops, model.device, max_num_seqs
         self.max_blocks = -(-max_model_len // KV_TILE)
-        self.use_graphs = self.device.type == "cuda" and not enforce_eager
+        self.use_graphs = self.device.type == "cuda" and not eager
         sizes = {1, 2, 4, 8, 16, 64, *range(128, max_num_seqs, 128), max_num_seqs}  # what fills a tile of the products
         self.graph_sizes = sorted(size for size in sizes if size <= max_num_seqs)
         self.drawn = torch.zeros(max_num_seqs, dtype=torch.int64, device=self.device)  # the last step's tokens
@@ -113,19 +112,16 @@ class Runner:
         starts = np.array([seq.num_computed_tokens for seq in seqs])
         offsets = np.cumsum(counts) - counts
         positions = np.arange(counts.sum()) - np.repeat(offsets - starts, counts)
-        width = max(len(seq.block_table) for seq in seqs)
-        tables = np.zeros((len(seqs), width), np.int32)
-        for row, seq in zip(tables, seqs, strict=True):
-            row[: len(seq.block_table)] = seq.block_table
+        tables = np.array(list(zip_longest(*(seq.block_table for seq in seqs), fillvalue=0)), np.int32).T
         ids = [seq.token_ids[start : start + count] for seq, start, count in zip(seqs, starts, counts, strict=True)]
         slots = tables[np.repeat(np.arange(len(seqs)), counts), positions // KV_TILE] * KV_TILE + positions % KV_TILE
-        config = self.model.config
+        model, row_bytes = self.model, self.model.config.head_dim * self.kv_cache.itemsize
         seq_lens = starts + counts
-        tile = self.ops.query_tile(config.num_heads // config.num_kv_heads, config.head_dim * self.kv_cache.itemsize)
+        tile = self.ops.query_tile(model.num_heads // model.num_kv_heads, row_bytes)
         prefill = plan_prefill(offsets, counts, seq_lens, tile)
         # Splits are dealt out where a sequence alone would take much longer than its share of all the work.
         splits = -(-seq_lens[counts == 1] // KV_SPLIT)
-        walkers = self.ops.decode_programs // config.num_kv_heads
+        walkers = self.ops.decode_programs // model.most_kv_heads  # all ranks must split, and capture, alike
         share = max(1.0, 1.2 * splits.sum() / max(1, walkers))
         split = bool(walkers > 0 and splits.max(initial=0) > share and splits.sum() <= MAX_PARTIALS)
         decode, merges = plan_decode(offsets, counts, seq_lens, walkers if split else 0)
@@ -138,9 +134,9 @@ class Runner:
         buffer, places = pack(fields)
         packed = upload(buffer, self.device)
         view = {name: packed[place].view(fields[name].shape) for name, place in places.items()}
-        input_ids, split = view.pop("input_ids"), len(fields["merges"]) > 0
-        work = AttentionWork(**view, prefill_grid=grid[0], decode_grid=grid[1], merge_grid=grid[2], split_decode=split,
-                             max_partials=MAX_PARTIALS if split else 0)
+        input_ids = view.pop("input_ids")
+        work = AttentionWork(**view, prefill_grid=grid[0], decode_grid=grid[1], merge_grid=grid[2],
+                             max_partials=MAX_PARTIALS if grid[2] else 0)
         return Batch(input_ids, work, self.drawn), packed
 
     def _graph_size(self, seqs: list[Sequence]) -> int | None:
@@ -167,7 +163,7 @@ class Runner:
 
     def _capture(self, fields: dict[str, np.ndarray]) -> tuple[torch.Tensor, torch.cuda.CUDAGraph]:
         size, merges = len(fields["input_ids"]), len(fields["merges"])
-        walkers = self.ops.decode_programs // self.model.config.num_kv_heads if merges else size
+        walkers = self.ops.decode_programs // self.model.most_kv_heads if merges else size
         batch, inputs = self._batch(fields, (0, walkers, merges))
 
         def run() -> None:
@@ -182,8 +178,7 @@ class Runner:
         return inputs, graph
 
     def _choose(self, logits: torch.Tensor, seqs: list[Sequence]) -> Callable[[], list[tuple]]:
-        """Choose the next token of each sequence; returns the function that waits for (token id, logprob, top logprobs)
-        of each."""
+        """Choose each sequence's next token; returns the function that waits for (token id, logprob, top logprobs)."""
         tokens = sampler.choose(logits, seqs, self.ops)
         self.drawn[: len(seqs)].copy_(tokens)
         wanted = [seq.params.logprobs for seq in seqs]
@@ -210,9 +205,8 @@ class Runner:
         return collect
 
     def _score_prompt(self, seq: Sequence, hidden_states: torch.Tensor) -> list[tuple[float, dict[int, float]]]:
-        """Logprobs of the prompt tokens that follow a sequence's rows of this step, if it asks for them.
-
-        Only what it does not have yet: after a preemption the early rows come round again."""
+        """Logprobs of the prompt tokens that follow a sequence's rows of this step, if it asks for them: of those it
+        has not yet, since after a preemption the early rows come round again."""
         if not seq.wants_prompt_logprobs:
             return []
         first = max(1, len(seq.prompt_logprobs))  # token 0 has no logprob
@@ -229,10 +223,10 @@ class Runner:
         return found
 
     @torch.inference_mode()
-    def profile(self, num_tokens: int, num_seqs: int) -> None:
+    def profile(self, num_tokens: int) -> None:
         """The largest step, on dummy tokens that write no key: what it allocates is the step's peak memory."""
         batch, _ = self._batch(empty_fields(num_tokens, 1, 1), (0, 0, 0))
-        index = torch.zeros(num_seqs, dtype=torch.int64, device=self.device)
+        index = torch.zeros(self.max_num_seqs, dtype=torch.int64, device=self.device)
         hidden_states = self.model.forward(replace(batch, logits_rows=index), self.kv_cache)
         logits = self.model.logits(hidden_states)
         self.ops.logprobs(logits.clone(), index, 1)

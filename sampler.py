@@ -98,8 +98,7 @@ class SamplingParams:
 
 
 def completion_seed(seed: int, index: int) -> int:
-    """Seed of completion `index` of a request: the request's own for 0, else hashed from both (53 bits, so that it
-    survives JSON)."""
+    """Seed of completion `index` of a request: its own for 0, else hashed from both (53 bits survive JSON)."""
     if index == 0:
         return seed
     digest = hashlib.sha256(f"samebits completion {seed} {index}".encode()).digest()

@@ -14,7 +14,7 @@ from sampler import SamplingParams
 @dataclass(eq=False)
 class Sequence:
     """One completion in the making: the prompt's tokens followed by those generated so far. A negative id stands for a
-    token that the device is choosing (kernels/embedding.py); its place is filled once the host knows it.
+    token that the device is choosing (kernels/reference.py); its place is filled once the host knows it.
 
     `num_computed_tokens`: tokens whose keys are in the cache. `num_cached_tokens`: of these, how many the prefix cache
     gave at the first admission (set once). `max_new_tokens` 0 computes the prompt and stops (scoring)."""
@@ -64,10 +64,8 @@ class Scheduler:
         self.num_preemptions = 0
 
     def schedule(self) -> list[Sequence]:
-        """Choose this step's sequences and set their `num_scheduled_tokens`; allocate the blocks they write.
-
-        Running sequences go first, then waiting ones in order, until the token budget or the blocks run out. Empty
-        only when there is no work left to begin."""
+        """Choose this step's sequences, set their `num_scheduled_tokens`, allocate their blocks. Running ones go first,
+        then waiting ones in order, until the tokens or the blocks run out. Empty only if no work is left to begin."""
         budget = self.max_num_batched_tokens
         scheduled: list[Sequence] = []
         before = self.num_preemptions
@@ -76,8 +74,7 @@ class Scheduler:
             if seq.block_table and not seq.is_computed and budget > 0 and self._grant(seq, budget):
                 scheduled.append(seq)
                 budget -= seq.num_scheduled_tokens
-        # Victims come from the tail of `running`, behind everything scheduled so far. A step that preempted admits
-        # nobody: the blocks it freed are spoken for.
+        # Victims come from the tail, behind all scheduled so far; then nobody is admitted: their blocks are spoken for.
         while self.waiting and self.num_preemptions == before and len(self.running) < self.max_num_seqs and budget > 0:
             if not self._admit(self.waiting[0], budget):
                 break  # first come, first served: nobody overtakes the head of the queue
@@ -87,8 +84,7 @@ class Scheduler:
         return scheduled
 
     def _grant(self, seq: Sequence, budget: int) -> bool:
-        """Schedule up to `budget` more tokens of a sequence and give it their blocks, preempting the youngest if need
-        be. False if `seq` itself had to go."""
+        """Schedule up to `budget` more tokens, with their blocks, preempting the youngest; False if `seq` had to go."""
         seq.num_scheduled_tokens = min(len(seq.token_ids) - seq.num_computed_tokens, budget)
         needed = -(-(seq.num_computed_tokens + seq.num_scheduled_tokens) // KV_TILE) - len(seq.block_table)
         while len(self.blocks.free) < needed:
@@ -99,9 +95,8 @@ class Scheduler:
         return True
 
     def _admit(self, seq: Sequence, budget: int) -> bool:
-        """Schedule a first chunk behind the cached prefix, and give it blocks. False if it must wait.
-
-        Room is asked for the whole prompt, so that a long one does not enter only to be thrown out again."""
+        """Schedule a first chunk behind the cached prefix, and give it blocks. False if it must wait: room is asked for
+        the whole prompt, so that a long one does not enter only to be thrown out again."""
         hit, uids = self.blocks.acquire([] if seq.wants_prompt_logprobs else seq.token_ids, seq.cache_salt)
         if -(-len(seq.token_ids) // KV_TILE) - len(hit) > len(self.blocks.free):
             self.blocks.release(hit)
@@ -114,16 +109,22 @@ class Scheduler:
 
     def preempt(self, seq: Sequence) -> None:
         """Take a running sequence's blocks; it goes to the head of the queue and keeps its tokens."""
-        self.running.remove(seq)
-        self._release(seq)
+        self.finish(seq)
         self.num_preemptions += 1
         self.waiting.appendleft(seq)
 
-    def computed(self, seq: Sequence) -> None:
-        """The step is done, or under way: what follows on the device comes after it."""
-        seq.num_computed_tokens += seq.num_scheduled_tokens
-        seq.num_scheduled_tokens = 0
-        self._cache_full_blocks(seq)
+    def launched(self, seqs: list[Sequence]) -> list[tuple[Sequence, int]]:
+        """The step is under way, and what follows on the device comes after it: its tokens count as computed, and the
+        r-th to be drawn gets a place, as id -1 - r. Returns each sequence with the number of its computed tokens."""
+        row = 0
+        for seq in seqs:
+            seq.num_computed_tokens += seq.num_scheduled_tokens
+            seq.num_scheduled_tokens = 0
+            self._cache_full_blocks(seq)
+            if seq.samples_this_step:
+                row += 1
+                seq.token_ids.append(-row)
+        return [(seq, seq.num_computed_tokens) for seq in seqs]
 
     def know(self, seq: Sequence, position: int, token: int) -> None:
         """The token at `position`, until now under way, has arrived."""
@@ -140,11 +141,8 @@ class Scheduler:
             seq.block_uids.append(self.blocks.cache_block(seq.block_table[i], seq.block_uids[-1], tokens))
 
     def finish(self, seq: Sequence) -> None:
-        """End a waiting or running sequence and free its blocks."""
+        """Take a waiting or running sequence out of its queue and free its blocks."""
         (self.running if seq.block_table else self.waiting).remove(seq)
-        self._release(seq)
-
-    def _release(self, seq: Sequence) -> None:
         self.blocks.release(seq.block_table)
         seq.block_table, seq.block_uids = [], []
         seq.num_computed_tokens = seq.num_scheduled_tokens = 0

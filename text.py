@@ -20,9 +20,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 class Tokenizer:
     """The tokenizer of a checkpoint folder; its ids are those of transformers' AutoTokenizer.
 
-    `vocab_size` is one more than the largest id, added tokens included.  `bos_token_id` and `eos_token_id` are None
-    where the settings name no such token.  `special_token_ids` is the frozenset that `decode` leaves out by default.
-    Raises ValueError if tokenizer.json is missing or one of the files cannot be read."""
+    vocab_size: one more than the largest id; bos_token_id, eos_token_id: None where the settings name no such token
+    special_token_ids: what `decode` leaves out by default. ValueError if a file is missing or cannot be read."""
 
     def __init__(self, folder: Path):
         self._folder = Path(folder)
@@ -60,9 +59,8 @@ class Tokenizer:
         self._template = path.read_text(encoding="utf-8") if path.is_file() else template
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of `text` and of what tokenizer.json adds; a text that begins with BOS gets no other.
-
-        Encode what `apply_chat_template` gives without special tokens. Raises ValueError for what is no valid text."""
+        """Return the ids of `text` and of what tokenizer.json adds; a text that begins with BOS gets no other. (What
+        `apply_chat_template` gives needs no special tokens.) Raises ValueError for what is no valid text."""
         try:
             encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
         except (TypeError, UnicodeEncodeError) as error:
@@ -90,9 +88,8 @@ class Tokenizer:
 
     def apply_chat_template(self, messages: list[dict], add_generation_prompt: bool = True,
                             tools: list[dict] | None = None, **kwargs) -> str:
-        """Render `messages` with the model's chat template; `kwargs` reach the template (`enable_thinking=False`).
-
-        Raises ValueError if there is no template, a message is malformed, or the template fails or refuses."""
+        """Render `messages` with the model's chat template; `kwargs` reach it (`enable_thinking=False`). Raises
+        ValueError if there is no template, a message is malformed, or the template fails or refuses."""
         if not isinstance(messages, (list, tuple)) or not messages or not all(
                 isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages):
             raise ValueError("messages must be a non-empty list of dicts, each with a 'role' string")

@@ -234,7 +234,7 @@ class Server:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             before = torch.cuda.memory_allocated(self.device)
-            llm.runner.profile(budget, max_num_seqs)
+            llm.runner.profile(budget)
             workspace = torch.cuda.max_memory_allocated(self.device) - before
             reserved, total = torch.cuda.memory_reserved(self.device), torch.cuda.mem_get_info(self.device)[1]
         tokens = cache.shape[2] * cache.shape[4]

@@ -303,6 +303,6 @@ def whole_sequences(model: Model, inputs: list[list[int]]) -> tuple[Batch, torch
         seqs.append(seq)
     kv_cache = allocate_kv_cache(config.num_layers, num_blocks, config.num_kv_heads, config.head_dim, model.dtype,
                                  model.device)
-    runner = Runner(model, model.ops, kv_cache, 1, model.cos_sin.shape[0], True)
+    runner = Runner(model, kv_cache, 1, model.cos_sin.shape[0], True)
     fields = runner._plan(seqs)
     return runner._batch(fields, fields["counts"].tolist())[0], kv_cache

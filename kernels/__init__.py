@@ -2,9 +2,7 @@
 
 The contract: a row of any op's result depends on that row's inputs, the weights and its own sequence's keys, never on
 how many rows there are, where it stands among them, or how the work was cut. Each launcher states its `Reduction
-order:` (numerics, fixed) and its `Schedule:` (what may follow the batch without changing a bit).
-
-`Ops` is that table. The engine is handed one and calls nothing else, so a test or a benchmark can swap in another."""
+order:` (numerics, fixed) and its `Schedule:` (what may follow the batch without changing a bit)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,11 +13,10 @@ import torch
 
 @dataclass(frozen=True)
 class Ops:
-    """The operations a model and a sampler are written in; see the launchers in this folder for shapes.
+    """All that a model and a sampler call, so that a test may swap in another; see the launchers for shapes.
 
-    `query_tile(group, row_bytes)`: query tokens a prefill work item holds, by heads a KV head and bytes a head.
-    `decode_programs`: programs of decode attention that run at once; 0 never shares a sequence among programs. Both are
-    schedule."""
+    Schedule: `query_tile(group, row_bytes)`, query tokens a prefill work item holds, by heads a KV head and bytes a
+    head; `decode_programs`, programs of decode attention that run at once (0 never shares a sequence among them)."""
 
     name: str
     weight_dtype: Callable[[torch.dtype], torch.dtype]
@@ -38,9 +35,8 @@ class Ops:
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors hold the same bits. Not `torch.equal`, which takes 0.0 for -0.0 and no NaN for itself."""
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(
-        a.contiguous().view(integer), b.contiguous().view(integer))
+    words = (x.contiguous().view(-1).view(torch.uint8) for x in (a, b))
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*words)
 
 
 def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -66,11 +62,11 @@ def reference_ops() -> Ops:
 
 def triton_ops(device: torch.device, schedule: str = "auto", table=None) -> Ops:
     """The Triton table. `table` overrides the schedules looked up for this GPU (for tests and tuning)."""
-    from kernels import attention, embedding, linear, logprobs, norm, rotary, sample, tiles
+    from kernels import attention, linear, logprobs, norm, rotary, sample, tiles
+    from kernels.reference import embedding
 
-    if table is None:
-        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
-        table = tiles.schedules(schedule, capability)
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
+    table = table or tiles.schedules(schedule, capability)
     arrived = torch.zeros(16384, dtype=torch.int32, device=device)  # arrival counters of split sums
 
     def run_linear(x, weight, bias, leaves, out_dtype, out=None, gated=False):
@@ -82,9 +78,7 @@ def triton_ops(device: torch.device, schedule: str = "auto", table=None) -> Ops:
         many = work.decode_grid * k_cache.shape[1] > table.decode_programs
         return attention.paged_attention(q, k_cache, v_cache, work, scale, decode[many], prefill, **options)
 
-    return Ops(
-        "triton", lambda dtype: dtype, lambda ids, weight, dtype, drawn: embedding.embedding(ids, weight, drawn),
-        norm.rms_norm, run_linear, lambda *args: run_linear(*args, gated=True), rotary.rotary_and_cache, run_attention,
-        logprobs.logprobs, sample.argmax, sample.sample,
-        query_tile=lambda group, row_bytes: max(table.attention_for(row_bytes)[1].BLOCK_M, group) // group,
-        decode_programs=table.decode_programs)
+    return Ops("triton", lambda dtype: dtype, embedding, norm.rms_norm, run_linear,
+               lambda *args: run_linear(*args, gated=True), rotary.rotary_and_cache, run_attention, logprobs.logprobs,
+               sample.argmax, sample.sample, decode_programs=table.decode_programs,
+               query_tile=lambda group, row_bytes: max(table.attention_for(row_bytes)[1].BLOCK_M, group) // group)

@@ -95,8 +95,7 @@ def paged_attention_kernel(q_ptr, k_cache_ptr, v_cache_ptr, k_pages, v_pages, bl
         pos = first_pos + rows // GROUP
         num_keys = first_pos + num_query  # keys that the last query of the item may see
         end = min(last_split * SPLIT, num_keys)
-        # Tiles that every query of the item sees whole need no mask. With `enable_fp_fusion=False` leaving it out
-        # changes no bit (design, section 2).
+        # Tiles that every query of the item sees whole need no mask; with no FP fusion leaving it out changes no bit.
         full_end = start
         if SKIP_MASK:
             full_end = max(start, min(end, first_pos + 1) // TILE * TILE)
@@ -170,28 +169,25 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
 
     Reduction order: keys in tiles of KV_TILE from position 0, online softmax in tile order inside splits of KV_SPLIT
         at absolute positions, splits merged in position order; head_dim and tile sums are fp32 `tl.dot` chains.
-    Schedule: BLOCK_M, warps, stages, masks on full tiles, and which programs walk which splits; all may follow the
-        batch.
-    """
+    Schedule: BLOCK_M, warps, stages, masks on full tiles, who walks which splits; all may follow the batch."""
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = k_cache.shape[1]
-    group = num_heads // num_kv_heads
+    rows = triton.next_power_of_2(num_heads // num_kv_heads)  # of one query token
     out = torch.empty_like(q)
     ml = torch.empty((max(1, work.max_partials), num_heads, 2), dtype=torch.float32, device=q.device)
     acc = torch.empty((max(1, work.max_partials), num_heads, head_dim), dtype=torch.float32, device=q.device)
-    scale_log2e = scale * 1.4426950408889634
     launches = ((work.prefill_items, 0, work.prefill_grid, prefill, False),
-                (work.decode_items, 1, work.decode_grid, decode, work.split_decode))
+                (work.decode_items, 1, work.decode_grid, decode, work.max_partials > 0))
     for items, count, grid, schedule, partial in launches:
         if grid:
             pages = [TensorDescriptor.from_tensor(c.view(-1, head_dim), [KV_TILE, head_dim]) if schedule.tma else c
                      for c in (k_cache, v_cache)]
             paged_attention_kernel[(grid * num_kv_heads,)](
                 q, k_cache, v_cache, *pages, work.block_tables, work.positions, items, work.counts, out, ml, acc,
-                work.block_tables.stride(0), scale_log2e, count, num_heads, num_kv_heads, head_dim, KV_TILE, kv_split,
-                partial, max(schedule.BLOCK_M, triton.next_power_of_2(group)), schedule.skip_mask, schedule.tma, "ieee",
+                work.block_tables.stride(0), scale * 1.4426950408889634, count, num_heads, num_kv_heads, head_dim,
+                KV_TILE, kv_split, partial, max(schedule.BLOCK_M, rows), schedule.skip_mask, schedule.tma, "ieee",
                 num_warps=schedule.num_warps, num_stages=schedule.num_stages, enable_fp_fusion=False)
-    if work.split_decode:
+    if work.max_partials:
         merge_kernel[(work.merge_grid * num_heads,)](work.merges, work.counts, out, ml, acc, 2, num_heads, head_dim, 4,
                                                      num_warps=1, enable_fp_fusion=False)
     return out

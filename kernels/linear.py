@@ -17,9 +17,8 @@ def swiglu(gate_up):
 
 @triton.jit
 def add_partial(acc, offs, mask, partial_ptr, arrived_ptr, leaf, size, LEAVES: tl.constexpr):
-    """Leave one leaf's sum in memory and count it; the last program to arrive gets (sum in leaf order, True).
-
-    The order of arrival, an integer count, decides who adds, never how."""
+    """Leave one leaf's sum in memory and count it; the last program to arrive gets (sum in leaf order, True). The order
+    of arrival, an integer count, decides who adds, never how."""
     tl.store(partial_ptr + leaf.to(tl.int64) * size + offs, acc, mask=mask)
     tl.debug_barrier()
     last = tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == LEAVES - 1
@@ -27,8 +26,7 @@ def add_partial(acc, offs, mask, partial_ptr, arrived_ptr, leaf, size, LEAVES: t
         tl.store(arrived_ptr, 0)
         acc = tl.load(partial_ptr + offs, mask=mask, other=0.0, cache_modifier=".cg")
         for i in tl.static_range(1, LEAVES):
-            acc = acc + tl.load(partial_ptr + tl.cast(i, tl.int64) * size + offs, mask=mask, other=0.0,
-                                cache_modifier=".cg")
+            acc += tl.load(partial_ptr + tl.cast(i, tl.int64) * size + offs, mask=mask, other=0.0, cache_modifier=".cg")
     return acc, last
 
 
@@ -57,9 +55,9 @@ def leaf_sum(x, w, m, n, k_start, M, N: tl.constexpr, K: tl.constexpr, LEAF: tl.
 
 @triton.jit(do_not_specialize=["M"])
 def linear_kernel(x, w, bias_ptr, out, partial_ptr, arrived_ptr, M, N: tl.constexpr, K: tl.constexpr,
-                  LEAVES: tl.constexpr, LEAF: tl.constexpr, SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr,
-                  GATED: tl.constexpr, TMA: tl.constexpr, OUT_TMA: tl.constexpr, BLOCK_M: tl.constexpr,
-                  BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, PRECISION: tl.constexpr):
+                  LEAVES: tl.constexpr, LEAF: tl.constexpr, SPLIT: tl.constexpr, GATED: tl.constexpr,
+                  TMA: tl.constexpr, OUT_TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                  BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, PRECISION: tl.constexpr):
     # Persistent: programs walk tiles, or leaves of tiles.
     PARTS: tl.constexpr = LEAVES if SPLIT else 1
     EVEN_K: tl.constexpr = LEAF % BLOCK_K == 0 and LEAF * LEAVES == K
@@ -84,10 +82,9 @@ def linear_kernel(x, w, bias_ptr, out, partial_ptr, arrived_ptr, M, N: tl.conste
                                     arrived_ptr + tile, leaf, tl.cast(M, tl.int64) * N, LEAVES)
         else:
             for i in tl.static_range(1, LEAVES):
-                acc = acc + leaf_sum(x, w, m, n, i * LEAF, M, N, K, LEAF, EVEN_K, TMA, BLOCK_M, BLOCK_N, BLOCK_K,
-                                     PRECISION)
+                acc += leaf_sum(x, w, m, n, i * LEAF, M, N, K, LEAF, EVEN_K, TMA, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)
         if last:
-            if HAS_BIAS:
+            if bias_ptr is not None:
                 acc = acc + tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)
             dtype: tl.constexpr = out.dtype if OUT_TMA else out.dtype.element_ty
             result = (swiglu(acc.to(dtype)) if GATED else acc).to(dtype)
@@ -110,12 +107,10 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, lea
     arrived: [>= tiles] int32 zeros, left zero: the arrival counters of a split sum
     returns [M, N] ([M, N / 2] if gated) in `out_dtype`: `out` if given (contiguous), else a new tensor
 
-    Reduction order: K in `leaves` leaves of tiles.leaf_length; a leaf is one fp32 `tl.dot` chain from its first
-        element to its last; leaves are added in order as a chain, then the bias, then one rounding; SwiGLU of
-        what was rounded is computed in fp32 and rounded once more.
+    Reduction order: K in `leaves` leaves of tiles.leaf_length, each one fp32 `tl.dot` chain from first element to last;
+        leaves are added in order as a chain, then the bias; rounded once. SwiGLU of that: in fp32, rounded once more.
     Schedule: tile shape, warps, stages, row grouping, whether leaves share a program, and whether the copy engine
-        fetches tiles for persistent programs; all may follow M.
-    """
+        fetches tiles for persistent programs; all may follow M."""
     M, K = x.shape
     N, width = weight.shape[0], 2 if gated else 1
     assert weight.shape[1] == K and x.dtype == weight.dtype, (x.shape, x.dtype, weight.shape, weight.dtype)
@@ -129,16 +124,14 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, lea
     programs = schedule.programs if tma else arrived.numel()
     split = schedule.split and leaves > 1 and tiles * leaves <= programs
     partial = torch.empty((leaves, M, N), dtype=torch.float32, device=x.device) if split else out
-    bias_ptr, target = weight if bias is None else bias, out
     BLOCK_M, BLOCK_N, BLOCK_K = shape = (schedule.BLOCK_M, schedule.BLOCK_N, schedule.BLOCK_K)
     out_tma = tma and out_dtype == x.dtype and out.shape[1] * out.element_size() % 16 == 0
     if tma:
         x = TensorDescriptor.from_tensor(x, [BLOCK_M, BLOCK_K])
         weight = TensorDescriptor.from_tensor(weight, [BLOCK_N, BLOCK_K])
-    if out_tma:
-        target = TensorDescriptor.from_tensor(out, [BLOCK_M, BLOCK_N // width])
+    target = TensorDescriptor.from_tensor(out, [BLOCK_M, BLOCK_N // width]) if out_tma else out
     linear_kernel[(min(tiles * (leaves if split else 1), programs),)](
-        x, weight, bias_ptr, target, partial, arrived, M, N, K, leaves, length, split, bias is not None, gated, tma,
-        out_tma, *shape, schedule.GROUP_M, "ieee", num_warps=schedule.num_warps, num_stages=schedule.num_stages,
+        x, weight, bias, target, partial, arrived, M, N, K, leaves, length, split, gated, tma, out_tma, *shape,
+        schedule.GROUP_M, "ieee", num_warps=schedule.num_warps, num_stages=schedule.num_stages,
         enable_fp_fusion=False)
     return out

@@ -51,8 +51,7 @@ def logprobs_kernel(logits_ptr, token_ids_ptr, token_logprobs_ptr, top_ids_ptr, 
         tl.store(top_logprobs_ptr + row * TOP + i, ((top - peak).to(tl.float64) - log_total).to(tl.float32))
 
 
-def logprobs(logits: torch.Tensor, token_ids: torch.Tensor,
-             top: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def logprobs(logits: torch.Tensor, token_ids: torch.Tensor, top: int) -> tuple[torch.Tensor, ...]:
     """Log-softmax of each row at one token, and at its `top` most likely tokens (ties to the lowest id).
 
     logits: [num_rows, vocab_size] fp32, contiguous, finite or -inf
@@ -60,8 +59,7 @@ def logprobs(logits: torch.Tensor, token_ids: torch.Tensor,
     returns ([num_rows] fp32, [num_rows, top] int32, [num_rows, top] fp32)
 
     Reduction order: none; max is exact and the normaliser is an int64 sum of exp(x - max) * 2^44, its log in float64.
-    Schedule: block and warps.
-    """
+    Schedule: block and warps."""
     M, V = logits.shape
     assert logits.is_contiguous() and logits.dtype == torch.float32 and top <= V
     token_logprobs = torch.empty(M, dtype=torch.float32, device=logits.device)

@@ -38,8 +38,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
     returns [num_tokens, N], dtype of x (Zhang and Sennrich 2019, arXiv:1910.07467)
 
     Reduction order: one `tl.sum` over the row in the layout of tiles.row_block(N); fp32.
-    Schedule: nothing varies; block, warps, alignment and dtype decide the layout of the sum.
-    """
+    Schedule: nothing varies; block, warps, alignment and dtype decide the layout of the sum."""
     M, N = x.shape
     assert x.is_contiguous() and weight.numel() == N and x.data_ptr() % 16 == 0, "rms_norm needs an aligned row"
     assert residual is None or (residual.is_contiguous() and residual.data_ptr() % 16 == 0)

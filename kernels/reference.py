@@ -55,6 +55,7 @@ def by_lanes(function, x: torch.Tensor) -> torch.Tensor:
 
 
 def embedding(input_ids, weight, dtype, drawn):
+    """Rows of `weight`; an id of -1 - r stands for drawn[r], not known to the host yet. A copy, also on a GPU."""
     ids = input_ids.long()
     ids = torch.where(ids < 0, drawn[(-1 - ids).clamp(min=0)].clamp(max=len(weight) - 1), ids)
     return weight[ids].to(dtype)
@@ -105,15 +106,13 @@ def rotary_and_cache(qkv, q_norm, k_norm, eps, cos_sin, work, k_cache, v_cache, 
 
 
 class LockStep:
-    """Work items of equally many splits, walked together, and their index arithmetic: the same for every layer.
-
-    Row r of an item is token r // group, head r % group of its KV head, as on the GPU."""
+    """Work items of equally many splits, walked together, and their index arithmetic: the same for every layer. Row r
+    of an item is token r // group, head r % group of its KV head, as on the GPU."""
 
     def __init__(self, work, items: torch.Tensor, num_heads: int, num_kv_heads: int, kv_split: int):
         group = num_heads // num_kv_heads
-        R = max(16, group)
         seqs, tokens, counts = items[:, 0], items[:, 1], items[:, 2]
-        row = torch.arange(R)
+        row = torch.arange(max(16, group))
         position = work.positions[tokens].long()[:, None] + row // group  # [A, R]
         num_keys = position[:, :1] + counts[:, None]
         head = torch.arange(num_kv_heads)[:, None] * group + row % group  # [Hkv, R]
@@ -123,14 +122,14 @@ class LockStep:
         self.rows = torch.where(valid, index, 0)
         self.destination = torch.where(valid, index, len(work.positions) * num_heads)
         self.splits = []  # of each: its pages [A, T], rows of v not written, keys hidden
-        for start in range(0, int(num_keys.max()), kv_split):
-            T = min(kv_split // KV_TILE, -(-(int(num_keys.max()) - start) // KV_TILE))
-            keys = start + torch.arange(T * KV_TILE).view(T, KV_TILE)
-            columns = (start // KV_TILE + torch.arange(T)).clamp(max=work.block_tables.shape[1] - 1)
+        end = -(-int(num_keys.max()) // KV_TILE) * KV_TILE
+        for start in range(0, end, kv_split):
+            keys = torch.arange(start, min(start + kv_split, end)).view(-1, KV_TILE)
+            columns = (keys[:, 0] // KV_TILE).clamp(max=work.block_tables.shape[1] - 1)
             pages = torch.where(keys[:, 0] < num_keys, work.block_tables[seqs][:, columns].long(), 0)
             unwritten = (keys >= num_keys[..., None]).unsqueeze(2).expand(-1, -1, num_kv_heads, -1)
             self.splits.append((pages, torch.nonzero(unwritten.flatten()).flatten(),
-                                keys[:, None, None] > position.view(-1, 1, 1, R, 1)))
+                                keys[:, None, None] > position[:, None, None, :, None]))
 
     def attend(self, q, k_cache, v_cache, scale: float) -> torch.Tensor:
         """Outputs of all items' rows: [A * Hkv * R, head_dim], in the order of `destination`."""
@@ -208,13 +207,12 @@ def argmax(logits):
 
 def philox(seed: int, position: int, num_quads: int) -> torch.Tensor:
     """Philox4x32-10 words (Salmon et al. 2011) for token ids 0 .. 4 * num_quads - 1, as int64 in [0, 2^32)."""
-    low, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
     c0 = np.arange(num_quads, dtype=np.uint64)
     c1, c2, c3 = np.full_like(c0, position), np.zeros_like(c0), np.zeros_like(c0)
     key0, key1 = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
     for _ in range(10):
-        a, b = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
-        c0, c1, c2, c3 = (b >> shift) ^ c1 ^ np.uint64(key0), b & low, (a >> shift) ^ c3 ^ np.uint64(key1), a & low
+        a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = (b >> 32) ^ c1 ^ key0, b & 0xFFFFFFFF, (a >> 32) ^ c3 ^ key1, a & 0xFFFFFFFF
         key0, key1 = (key0 + 0x9E3779B9) & 0xFFFFFFFF, (key1 + 0xBB67AE85) & 0xFFFFFFFF
     return torch.from_numpy(np.stack([c0, c1, c2, c3], 1).astype(np.int64).reshape(-1))
 

@@ -66,15 +66,13 @@ def rotary_and_cache(qkv: torch.Tensor, q_norm: torch.Tensor | None, k_norm: tor
 
     Reduction order: the square sum of a head is `tl.sum` of its first half plus `tl.sum` of its second, each in the
         layout of a [ROPE_TILE_HEADS, head_dim / 2] tile with one warp; fp32.
-    Schedule: nothing varies.
-    """
-    num_tokens = qkv.shape[0]
+    Schedule: nothing varies."""
     num_kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
     total = num_heads + 2 * num_kv_heads
     assert qkv.is_contiguous() and qkv.shape[1] == total * head_dim and qkv.data_ptr() % 16 == 0
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.shape[2] == KV_TILE
-    q = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
-    rotary_and_cache_kernel[(num_tokens, triton.cdiv(total, ROPE_TILE_HEADS))](
+    q = torch.empty((len(qkv), num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    rotary_and_cache_kernel[(len(qkv), triton.cdiv(total, ROPE_TILE_HEADS))](
         qkv, q_norm, k_norm, cos_sin, work.positions, work.slot_mapping, q, k_cache, v_cache, eps, num_heads,
         num_kv_heads, head_dim, KV_TILE, ROPE_TILE_HEADS, num_warps=1, num_stages=1, enable_fp_fusion=False)
     return q

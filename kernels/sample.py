@@ -46,8 +46,7 @@ def argmax(logits: torch.Tensor) -> torch.Tensor:
     returns [num_rows] int64; 2^31 - 1 for a row that holds a NaN or no finite logit
 
     Reduction order: none; comparisons are exact.
-    Schedule: block, warps, and how many programs share a row.
-    """
+    Schedule: block, warps, and how many programs share a row."""
     M, V = logits.shape
     assert logits.is_contiguous() and logits.dtype == torch.float32
     BLOCK = min(8192, triton.next_power_of_2(V))
@@ -87,9 +86,8 @@ def find_cut(row_ptr, V, low, target, peak, temperature, COUNT: tl.constexpr, SC
 
 @triton.jit
 def log_exponential(r):
-    """log(E) for E = -log(u), u = (r + 1/2) / 2^32, from a 32-bit word; never infinite.
-
-    Near u = 1 the distance d = 1 - u is exact in fp32 where u is not, and the winner of a race has a small E."""
+    """log(E) for E = -log(u), u = (r + 1/2) / 2^32, from a 32-bit word; never infinite. Near u = 1 the distance
+    d = 1 - u is exact in fp32 where u is not, and the winner of a race has a small E."""
     d = ((4294967295 - r.to(tl.uint32, bitcast=True).to(tl.int64)).to(tl.float32) + 0.5) * 2.3283064365386963e-10
     u = (r.to(tl.uint32, bitcast=True).to(tl.float32) + 0.5) * 2.3283064365386963e-10
     series = d * (1.0 + d * (0.5 + d * (0.33333334 + d * 0.25)))
@@ -157,8 +155,7 @@ def sample(logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor,
     returns [num_rows] int64
 
     Reduction order: none; counts and masses are integer sums, the rest comparisons. Ties to the lowest token id.
-    Schedule: block and warps.
-    """
+    Schedule: block and warps."""
     M, V = logits.shape
     assert logits.is_contiguous() and logits.dtype == torch.float32
     out = torch.empty(M, dtype=torch.int64, device=logits.device)

@@ -83,8 +83,7 @@ class LinearSchedule:
 
 @dataclass(frozen=True)
 class AttentionSchedule:
-    """BLOCK_M query rows (tokens x heads of one KV group) a program; full tiles may skip the mask, and come through
-    Hopper's copy engine with `tma`."""
+    """BLOCK_M query rows (tokens x heads of one KV group) a program; full tiles may skip the mask; `tma` as above."""
 
     BLOCK_M: int
     num_warps: int
@@ -97,10 +96,9 @@ class AttentionSchedule:
 class Schedules:
     """The schedule table of one kind of GPU.
 
-    `linear` maps an upper bound of M, smallest first, to the schedules of sums of one leaf and to those of a chain, whose
-    two accumulators need a smaller tile. Of several, that one runs whose programs take the fewest turns, by the size of
-    a tile; if as many, the first.
-    `decode` has the schedules of up to `decode_programs` programs of attention, and of more."""
+    `linear`: by an upper bound of M, smallest first, the schedules of sums of one leaf, and those of a chain, whose two
+    accumulators need a smaller tile. Of several, the first whose programs take the fewest turns, by the size of a tile.
+    `decode`: the schedules of up to `decode_programs` programs of attention, and of more."""
 
     name: str
     linear: tuple[tuple[int, tuple[LinearSchedule, ...], tuple[LinearSchedule, ...]], ...]
@@ -136,35 +134,26 @@ REFERENCE = Schedules("reference", ((ANY, (PLAIN,), (PLAIN,)),), decode=(WALK, W
 # At most 99 KiB of shared memory, which every GPU from sm_80 on has (and 64 KiB for AMD's gfx942).
 CONSERVATIVE = Schedules(
     "conservative",
-    linear=(
-        (16, (LinearSchedule(16, 64, 128, 4, 3),), (LinearSchedule(16, 64, 128, 4, 3, split=True),)),
-        (64, (PLAIN,), (LinearSchedule(64, 64, 64, 4, 3, split=True),)),
-        (ANY, (LinearSchedule(128, 128, 32, 8, 3),), (LinearSchedule(128, 128, 32, 8, 3),)),
-    ),
+    linear=((16, (LinearSchedule(16, 64, 128, 4, 3),), (LinearSchedule(16, 64, 128, 4, 3, split=True),)),
+            (64, (PLAIN,), (LinearSchedule(64, 64, 64, 4, 3, split=True),)),
+            (ANY, (LinearSchedule(128, 128, 32, 8, 3),), (LinearSchedule(128, 128, 32, 8, 3),))),
     decode=(AttentionSchedule(16, 4, 2), AttentionSchedule(16, 4, 2)),
-    prefill=AttentionSchedule(64, 4, 2),
-)
+    prefill=AttentionSchedule(64, 4, 2))
 # Best of `benchmarks/tune_linear.py rows` on an H200. Clipped rows are slow: M = 32 or 96 takes longer than 64 or 128.
 HOPPER = Schedules(
     "hopper",
-    linear=(
-        (16, (LinearSchedule(16, 64, 128, 4, 5, tma=True), NARROW),
-         (LinearSchedule(16, 64, 128, 4, 5, split=True, tma=True), NARROW)),
-        (64, (LinearSchedule(64, 64, 128, 4, 4, tma=True),), (LinearSchedule(64, 64, 128, 4, 4, split=True, tma=True),)),
-        (128, (LinearSchedule(128, 128, 64, 4, 4, tma=True),),
-         (LinearSchedule(128, 64, 64, 4, 5, split=True, tma=True),)),
-        (ANY, (LinearSchedule(128, 256, 64, 8, 3, tma=True), LinearSchedule(128, 128, 64, 4, 4, tma=True)),
-         (LinearSchedule(128, 128, 64, 8, 4, split=True, tma=True),)),
-    ),
+    linear=((16, (LinearSchedule(16, 64, 128, 4, 5, tma=True), NARROW),
+             (LinearSchedule(16, 64, 128, 4, 5, split=True, tma=True), NARROW)),
+            (64, (LinearSchedule(64, 64, 128, 4, 4, tma=True),),
+             (LinearSchedule(64, 64, 128, 4, 4, split=True, tma=True),)),
+            (128, (LinearSchedule(128, 128, 64, 4, 4, tma=True),),
+             (LinearSchedule(128, 64, 64, 4, 5, split=True, tma=True),)),
+            (ANY, (LinearSchedule(128, 256, 64, 8, 3, tma=True), LinearSchedule(128, 128, 64, 4, 4, tma=True)),
+             (LinearSchedule(128, 128, 64, 8, 4, split=True, tma=True),))),
     decode=(AttentionSchedule(16, 4, 3, tma=True), AttentionSchedule(16, 2, 2, tma=True)),
-    prefill=AttentionSchedule(64, 4, 2, tma=True),
-)
+    prefill=AttentionSchedule(64, 4, 2, tma=True))
 
 
 def schedules(name: str, capability: tuple[int, int]) -> Schedules:
     """The table for `--schedule name` ("auto" or "reference") on a GPU of this compute capability."""
-    if name == "reference":
-        return REFERENCE
-    if name != "auto":
-        raise ValueError(f"unknown schedule {name!r}: use 'auto' or 'reference'")
-    return HOPPER if capability == (9, 0) else CONSERVATIVE
+    return REFERENCE if name == "reference" else HOPPER if capability == (9, 0) else CONSERVATIVE

@@ -1,7 +1,6 @@
 """The work list of paged attention: which query tokens meet which KV splits, and who merges.
 
-Planned once a step on the host with NumPy. How the work is cut is schedule: it may follow the batch, because every
-cut adds the same splits in the same order."""
+Planned once a step, on the host. How it is cut is schedule: every cut adds the same splits in the same order."""
 
 from dataclasses import dataclass, field
 
@@ -34,8 +33,7 @@ class AttentionWork:
     prefill_grid: int
     decode_grid: int
     merge_grid: int
-    split_decode: bool
-    max_partials: int
+    max_partials: int  # KV splits that have programs of their own, at most; 0: each sequence is walked by one
     host_plans: dict = field(default_factory=dict)
 
 
@@ -62,9 +60,9 @@ def plan_decode(query_starts, query_lens, seq_lens, slots: int) -> tuple[np.ndar
     seqs = np.flatnonzero(np.asarray(query_lens) == 1).astype(np.int32)
     tokens = np.asarray(query_starts, np.int32)[seqs]
     splits = -(-np.asarray(seq_lens, np.int32)[seqs] // KV_SPLIT)
-    one = np.ones_like(seqs)
     if not slots:
-        return np.stack([seqs, tokens, one, 0 * one, splits, -one], 1), np.empty((0, MERGE_FIELDS), np.int32)
+        items = np.stack(np.broadcast_arrays(seqs, tokens, 1, 0, splits, -1), 1)
+        return items.astype(np.int32), np.empty((0, MERGE_FIELDS), np.int32)
     first_row = np.cumsum(splits, dtype=np.int32) - splits
     run = max(1, -(-int(splits.sum()) // slots))
     runs = -(-splits // run)

@@ -187,6 +187,8 @@ class EngineThread:
                 self._publish(job)
             if self.llm.device.type == "cuda":
                 torch.cuda.synchronize(self.llm.device)  # raises if the device is lost: the end of this thread
+            if self.llm.runner.kv_cache is None:
+                raise  # so is the engine, without its other ranks
             return
         for output in outputs:
             if job := self._jobs.get(output.request_id):

@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from kernels import attention, embedding, linear, logprobs, norm, rotary, sample, tiles
+from kernels import attention, linear, logprobs, norm, rotary, sample, tiles
 from kernels.work import ITEM_FIELDS, MERGE_FIELDS, AttentionWork
 
 TARGETS = {"sm_80": GPUTarget("cuda", 80, 32), "sm_90": GPUTarget("cuda", 90, 32), "sm_100": GPUTarget("cuda", 100, 32),
@@ -69,15 +69,14 @@ def launch_table(table: tiles.Schedules, rows: int) -> None:
         linear.linear(meta(rows, 576, dtype=torch.float32), meta(960, 576, dtype=torch.float32), None, 1,
                       torch.float32, table.linear_for(rows, 960, 1, 4), arrived, gated=gated)
     norm.rms_norm(meta(rows, 4096), meta(4096), 1e-6, meta(rows, 4096))
-    embedding.embedding(meta(rows, dtype=torch.int32), meta(151936, 4096), meta(rows, dtype=torch.int64))
     ints = meta(rows, dtype=torch.int32)
     work = AttentionWork(ints, ints, meta(rows, 4, dtype=torch.int32), meta(1, ITEM_FIELDS, dtype=torch.int32),
                          meta(rows, ITEM_FIELDS, dtype=torch.int32), meta(rows, MERGE_FIELDS, dtype=torch.int32),
-                         meta(3, dtype=torch.int32), 1, rows, rows, split_decode=True, max_partials=rows)
+                         meta(3, dtype=torch.int32), 1, rows, rows, max_partials=rows)
     cache = meta(100, 8, 64, 128)
     rotary.rotary_and_cache(meta(rows, 6144), meta(128), meta(128), 1e-6, meta(4096, 128, dtype=torch.float32), work,
                             cache, cache, 32)
-    walked = replace(work, split_decode=False)
+    walked = replace(work, max_partials=0)
     only_prefill = replace(walked, decode_grid=0)
     for dtype, D, one in ((torch.bfloat16, 128, work), (torch.bfloat16, 128, walked),
                           (torch.bfloat16, 256, only_prefill), (torch.float32, 128, only_prefill)):

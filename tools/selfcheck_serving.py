@@ -157,6 +157,8 @@ class Serving:
 
 def selfcheck(llm) -> int:
     """Print what was compared on this machine, with this model. Exit code 0, or 1 if anything differs."""
+    if llm.ranks.size > 1:
+        raise ValueError("the self-check takes tensor_parallel_size 1: it changes settings of a running engine")
     begin, config = time.perf_counter(), llm.config
     print(f"selfcheck of {llm.folder.name} on {llm.device.type}, {llm.fingerprint}")
     same = True

@@ -24,6 +24,8 @@ def traced(llm) -> Iterator[dict]:
     which of its rows are computed follows the cut. Its error would be the head's.)"""
     if llm.has_unfinished_requests:
         raise ValueError("a trace takes an engine that has nothing else to do")
+    if llm.ranks.size > 1:
+        raise ValueError("a trace takes tensor_parallel_size 1: a rank of several computes but a part of most ops")
     model, ops, place, hashes = llm.model, llm.model.ops, "", {}
     weights = {weight.data_ptr(): name.removeprefix("model.").removesuffix(".weight")
                for name, weight in reversed(model.weights.items())}

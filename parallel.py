@@ -1,0 +1,113 @@
+"""Tensor parallelism: processes that run one engine in lockstep, each with a GPU and a part of the weights of its own.
+
+Rank 0 is the user's process; it starts the others, on its host, and tells them whatever changes the engine's state.
+What they gather (kernels/collectives.py) are the same bits everywhere: all schedule alike, choose the same tokens and
+need no other exchange. A script that starts ranks needs `if __name__ == "__main__":`, because they import it."""
+
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+from multiprocessing import connection, get_context, parent_process, util
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+
+class Ranks:
+    """An engine's place: `rank` of `size`, with a `pipe` to rank 0, which has `pipes`. One that is alone does nothing.
+    `runner`: its CUDA graphs must go before the `group` that they gather through."""
+
+    def __init__(self, size: int = 1, rank: int = 0, pipe: connection.Connection | None = None):
+        self.place = self.rank, self.size = rank, size
+        self.pipe, self.group, self.runner, self.pipes, self.processes = pipe, None, None, [], []
+
+    def start(self, llm, options: dict) -> None:
+        """Start the others, to make LLM(**options) and to end with `llm`. ValueError if there are too few GPUs."""
+        first, count, spawn = llm.device.index, torch.cuda.device_count(), get_context("spawn")
+        if first is not None and first + self.size > count:
+            raise ValueError(f"tensor_parallel_size {self.size}, from {llm.device} on: torch sees {count} GPUs")
+        for rank in range(1, self.size):
+            pipe, far_end = spawn.Pipe()
+            self.pipes.append(pipe)
+            self.processes.append(spawn.Process(target=follow, args=(rank, far_end, first, options), daemon=True))
+            self.processes[-1].start()
+            threading.Thread(target=self._watch, args=(rank, self.processes[-1], far_end), daemon=True).start()
+        util.Finalize(llm, self.close, exitpriority=1)  # at the end of the program: before Python ends its children
+
+    def tell(self, method: str, *args, **options) -> None:
+        """Have the other ranks' engines run a method, which must not fail there."""
+        for pipe in self.pipes:
+            pipe.send_bytes(pickle.dumps((method, args, options)))  # tensors by value; `send` would share their memory
+
+    def least(self, value: int) -> int:
+        """The smallest of all ranks' values. ChildProcessError on rank 0 says which other could not start, and why."""
+        if self.rank:
+            self.pipe.send(value)
+            return self.pipe.recv()
+        for said in [pipe.recv() for pipe in self.pipes]:
+            if isinstance(said, str):
+                raise ChildProcessError(said)
+            value = min(value, said)
+        for pipe in self.pipes:
+            pipe.send(value)
+        return value
+
+    def connect(self, device: torch.device):
+        """The process group to gather through, once all ranks have come this far; None for one that is alone."""
+        if self.size > 1:
+            own = None if self.rank else dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            port = self.least(own.port if own else 1 << 16)
+            kind = dist.ProcessGroupNCCL if device.type == "cuda" else dist.ProcessGroupGloo
+            self.group = kind(own or dist.TCPStore("127.0.0.1", port, is_master=False), self.rank, self.size)
+        return self.group
+
+    def close(self, broken: bool = False) -> None:
+        """End the other ranks, `broken` if they may be in the middle of a step. There can be no further one."""
+        if self.pipes:
+            if broken:
+                time.sleep(0.5)  # if this is but the echo of a death, `_watch` ends the program meanwhile
+            elif torch.cuda.is_initialized():
+                torch.cuda.synchronize()  # a step may outlive its requests, and takes all ranks
+            self.pipes.clear()
+            if self.runner:
+                self.runner.use_cache(None)
+                self.group.abort()
+            for process in self.processes:
+                process.kill()
+                process.join()
+
+    def _watch(self, rank: int, process, far_end: connection.Connection) -> None:
+        """Without one rank the others wait for ever, where no exception reaches them: the program ends with it. Holds
+        its end of the pipe open, so that nobody else learns of its death."""
+        process.join()
+        if self.pipes:  # else it was no accident
+            print(f"error: rank {rank} died (exit code {process.exitcode})", file=sys.stderr, flush=True)
+            os._exit(1)
+
+
+def follow(rank: int, pipe: connection.Connection, first_gpu: int | None, options: dict) -> None:
+    """The process of another rank: make the engine, then do as rank 0 tells, and end with it."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # if all were sent it, rank 0 decides
+    threading.Thread(target=lambda: (parent_process().join(), os._exit(1)), daemon=True).start()
+    tqdm.set_lock(threading.RLock())  # its own is a semaphore, which would outlive this process
+    try:
+        torch.cuda.set_device(-1 if first_gpu is None else first_gpu + rank)  # -1: does nothing
+        from engine import LLM
+
+        llm = LLM(**options, _ranks=Ranks(options["tensor_parallel_size"], rank, pipe))
+        while True:
+            method, args, options = pipe.recv()
+            getattr(llm, method)(*args, **options)
+    except BaseException as error:
+        said = f"rank {rank} failed: {type(error).__name__}: {error}"
+        with suppress(OSError):  # rank 0 is gone
+            pipe.send(said)
+            time.sleep(5)  # if rank 0 is starting, or fails likewise, it raises an error and ends this process
+            print(f"error: {said}", file=sys.stderr, flush=True)
+    os._exit(1)

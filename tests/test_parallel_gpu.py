@@ -1,0 +1,120 @@
+"""Tensor parallelism on GPUs: the bits of one, with and without graphs, and the end of all ranks."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from test_parallel import (
+    LLAMA,
+    QWEN3,
+    QWEN3_8B,
+    SERVE,
+    assert_gone,
+    cells,
+    engine,
+    of_session,
+    serve,
+    start,
+    write_config,
+)
+
+import parallel
+
+pytestmark = pytest.mark.gpu
+COUNT = torch.cuda.device_count()
+SIZES = [size for size in (2, 3, 4, 8) if size <= COUNT]
+BIG = QWEN3_8B | {"num_hidden_layers": 4, "tie_word_embeddings": False}
+several = pytest.mark.skipif(COUNT < 2, reason="needs two GPUs")
+
+
+def compare(folder, size: int, chosen: list[dict], **options) -> None:
+    alone = engine(folder, device="cuda")
+    expected = {seeded: serve(alone, batched=False, seeded=seeded) for seeded in (False, True)}
+    fingerprint = alone.fingerprint
+    del alone
+    torch.cuda.empty_cache()
+    llm = engine(folder, size, device="cuda", **options)
+    assert llm.fingerprint == fingerprint
+    for cell in chosen:
+        assert serve(llm, **cell) == expected[cell["seeded"]], cell
+    del llm  # in the middle of a step that outlived its requests, perhaps
+    assert torch.ones(8, device="cuda").sum().item() == 8  # the GPU is as good as before
+
+
+@several
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+@pytest.mark.parametrize("name", ["tiny", "llama", "qwen3-8b", "embedded"])
+@pytest.mark.parametrize("size", SIZES or [2])
+def test_ranks_change_no_bit(size, name, eager, tmp_path):
+    folder = "models/embedded" if name == "embedded" else write_config(
+        tmp_path / name, {"tiny": QWEN3, "llama": LLAMA, "qwen3-8b": BIG}[name])
+    compare(folder, size, cells(), enforce_eager=eager)
+
+
+@several
+def test_a_rank_that_dies_ends_all():
+    """The others spin on their GPUs, waiting for what will never come."""
+    process = start(["-c", SERVE.replace('"cpu"', '"cuda"').replace("size=3", "size=2"), "busy"])
+    pids = [int(pid) for pid in process.stdout.readline().split()]
+    everyone = of_session(process.pid)
+    time.sleep(2)
+    os.kill(pids[0], signal.SIGKILL)
+    assert process.wait(timeout=60) == 1
+    assert "error: rank 1 died (exit code -9)" in process.stderr.read()
+    assert_gone(everyone)
+
+
+@several
+def test_the_command_line_ends_silently():
+    process = start(["engine.py", "--tensor-parallel-size", "2", "--prompt", "Once", "--max-tokens", "50"])
+    everyone = of_session(process.pid)
+    assert process.wait(timeout=120) == 0
+    assert process.stderr.read().count("\n") == 1
+    assert_gone(everyone)
+
+
+def test_more_ranks_than_gpus(tmp_path):
+    with pytest.raises(ValueError, match=f"torch sees {COUNT}"):
+        engine(write_config(tmp_path, BIG), COUNT + 1, device="cuda")
+
+
+# Two ranks on one GPU, which NCCL refuses and no user can ask for: over gloo, through copies on the host.
+
+
+class HostGroup:
+    def __init__(self, store, rank, size):
+        self.group = torch.distributed.ProcessGroupGloo(store, rank, size)
+        self.abort = self.group.abort
+
+    def _allgather_base(self, out, x):
+        parts = out.cpu()
+        self.group._allgather_base(parts, x.cpu()).wait()
+        out.copy_(parts)
+        return self
+
+    def wait(self) -> None:
+        pass
+
+
+def share_a_gpu(patch=setattr) -> None:
+    patch(torch.cuda, "device_count", lambda: 2)
+    patch(torch.distributed, "ProcessGroupNCCL", HostGroup)
+
+
+def follow_there(place, gpu, threads, options) -> None:
+    share_a_gpu()
+    follow(place, 0, threads, options)
+
+
+follow = parallel.follow
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3-8b", "embedded"])
+def test_two_ranks_on_one_gpu(name, tmp_path, monkeypatch):
+    configs = {"llama": LLAMA, "qwen3-8b": BIG}
+    folder = "models/embedded" if name == "embedded" else write_config(tmp_path, configs[name])
+    share_a_gpu(monkeypatch.setattr)
+    monkeypatch.setattr(parallel, "follow", follow_there)
+    compare(folder, 2, cells(), enforce_eager=True)

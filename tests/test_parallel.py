@@ -212,11 +212,11 @@ def scores(llm: LLM) -> list:
     return found + [(c.token_ids, words(c.logprobs)) for output in outputs[::2] for c in output.outputs]
 
 
-def compare(folder, size: int, chosen: list[dict], **options) -> None:
+def compare(folder, size: int, chosen: list[dict], updates: int = 1, **options) -> None:
     """All that this file asks of `size` ranks, of one engine."""
     alone, llm = engine(folder, **options), engine(folder, size, **options)
     assert llm.fingerprint == alone.fingerprint
-    for _ in range(2):  # with the checkpoint's weights, and with others
+    for left in range(updates, -1, -1):  # with the checkpoint's weights, and with others
         expected = {seeded: serve(alone, batched=False, seeded=seeded) for seeded in (False, True)}
         assert expected[False] != expected[True]
         for cell in chosen:
@@ -225,6 +225,8 @@ def compare(folder, size: int, chosen: list[dict], **options) -> None:
         assert scores(llm) == scores(alone)
         assert all(llm.verify(alone.receipt(output)).verified for output in
                    alone.generate([[9, 8, 7]], SamplingParams(max_tokens=5, logprobs=0)))  # its seed drawn by chance
+        if not left:
+            break
         weights = {name: view * 1.125 for name, view in alone.model.weights.items()}
         with pytest.raises(ValueError, match="unexpected tensor other"):
             llm.update_weights(weights | {"other": torch.zeros(1)})
@@ -234,16 +236,17 @@ def compare(folder, size: int, chosen: list[dict], **options) -> None:
             with pytest.raises(RuntimeError, match="asleep"):
                 one.generate([[5]])
             one.wake()
+        del one
         assert llm.fingerprint == alone.fingerprint
     pids = [process.pid for process in llm.ranks.processes]
     assert len(pids) == size - 1 and all(map(is_running, pids))
-    del llm, one
+    del llm
     assert not any(map(is_running, pids))
 
 
 @pytest.mark.parametrize("config, size", [(QWEN3, 2), (LLAMA, 3), (QWEN3, 4)], ids=["tied-2", "untied-3", "tied-4"])
 def test_ranks_change_no_bit(config, size, tmp_path):
-    compare(write_config(tmp_path / "model", config), size, cells())
+    compare(write_config(tmp_path / "model", config), size, cells()[: 6 if size < 4 else 2])
 
 
 @pytest.mark.parametrize("config, size, dtype", [(LLAMA, 2, "bfloat16"), (QWEN2, 4, "float32")], ids=["llama", "qwen2"])
@@ -252,7 +255,7 @@ def test_more_biases_and_dtypes(config, size, dtype, tmp_path):
 
 
 def test_ranks_change_no_bit_of_the_embedded_model():
-    compare("models/embedded", 2, [dict(seeded=True, ahead=True)])
+    compare("models/embedded", 2, [dict(seeded=True, ahead=True)], updates=0)
 
 
 # The life of ranks.

@@ -89,7 +89,7 @@ class HostGroup:
         self.abort = self.group.abort
 
     def _allgather_base(self, out, x):
-        parts = out.cpu()
+        parts = torch.empty(out.shape, dtype=out.dtype)
         self.group._allgather_base(parts, x.cpu()).wait()
         out.copy_(parts)
         return self
@@ -103,9 +103,9 @@ def share_a_gpu(patch=setattr) -> None:
     patch(torch.distributed, "ProcessGroupNCCL", HostGroup)
 
 
-def follow_there(place, gpu, threads, options) -> None:
+def follow_there(rank, pipe, first_gpu, options) -> None:
     share_a_gpu()
-    follow(place, 0, threads, options)
+    follow(rank, pipe, first_gpu - rank, options)
 
 
 follow = parallel.follow

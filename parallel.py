@@ -26,10 +26,11 @@ class Ranks:
         self.pipe, self.group, self.runner, self.pipes, self.processes = pipe, None, None, [], []
 
     def start(self, llm, options: dict) -> None:
-        """Start the others, to make LLM(**options) and to end with `llm`. ValueError if there are too few GPUs."""
+        """Start the others, to make LLM(**options) and to end with `llm`. ValueError if there are no such GPUs."""
         first, count, spawn = llm.device.index, torch.cuda.device_count(), get_context("spawn")
-        if first is not None and first + self.size > count:
-            raise ValueError(f"tensor_parallel_size {self.size}, from {llm.device} on: torch sees {count} GPUs")
+        gpus = [torch.cuda.get_device_name(i) for i in range(count if first is None else first, count)][: self.size]
+        if first is not None and (len(gpus) < self.size or len(set(gpus)) > 1):  # another kind has other bits
+            raise ValueError(f"tensor_parallel_size {self.size} takes as many GPUs of one kind; here are {gpus}")
         for rank in range(1, self.size):
             pipe, far_end = spawn.Pipe()
             self.pipes.append(pipe)

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -76,6 +77,15 @@ def test_what_cannot_be_dealt_is_refused_by_name(size, overrides, named, tmp_pat
     monkeypatch.setattr(parallel, "get_context", None)  # before anything is started
     with pytest.raises(ValueError, match=named):
         engine(write_config(tmp_path, QWEN3 | overrides), size)
+
+
+@pytest.mark.parametrize("gpus", [["A"], ["A", "B", "B"], ["B", "A", "A", "B"]])
+def test_gpus_must_be_there_and_of_one_kind(gpus, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+    monkeypatch.setattr(torch.cuda, "get_device_name", gpus.__getitem__)
+    llm = SimpleNamespace(device=torch.device("cuda", 0))
+    with pytest.raises(ValueError, match=re.escape(f"takes as many GPUs of one kind; here are {gpus[:2]}")):
+        parallel.Ranks(2).start(llm, {})
 
 
 @pytest.mark.parametrize("size", [2, 3, 8, 16])

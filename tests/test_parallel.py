@@ -204,6 +204,7 @@ def engine(folder, size=1, **options) -> LLM:
 
 def scores(llm: LLM) -> list:
     """What prompt logprobs, a score, a verified receipt and the survivors of an abort say."""
+    set_on_all(llm, "scheduler", Scheduler(BlockManager(64), 16, 512))  # `wake` makes a cache of as many blocks
     out = llm.generate([list(range(5, 90))], SamplingParams(max_tokens=2, seed=1, prompt_logprobs=2, logprobs=1))[0]
     found = [words([logprob for logprob, _ in out.prompt_logprobs[1:]]), out.outputs[0].top_logprobs]
     found.append(words(llm.score([5, 6, 7], [8, 9, 10])))

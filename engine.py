@@ -85,11 +85,10 @@ class LLM:
     load_format: "auto" or "dummy" (random weights, for measuring); hf_overrides: entries that replace config.json's
     max_model_len: longest prompt + output [what the model and the cache allow]
     max_num_seqs: most sequences in a step [1024 on a GPU of 64 GiB or more, else 256]
-    max_num_batched_tokens: most tokens in a step [8192, on CPU 512]
+    max_num_batched_tokens: most tokens in a step [8192, on CPU 512]; tensor_parallel_size: GPUs of this host to share
     gpu_memory_utilization: share of the GPU's memory to use; num_gpu_blocks_override: size of the cache in blocks of 64
     enable_prefix_caching, enforce_eager (no CUDA graphs): as in vLLM; ops: another op table (tests, benchmarks)
-    async_scheduling: launch a step before the tokens of the last are known to the host [on a GPU]
-    tensor_parallel_size: GPUs of this host to share the weights among (parallel.py); _ranks: its own, of the others"""
+    async_scheduling: launch a step before the tokens of the last are known to the host [on a GPU]"""
 
     def __init__(self, model: str | Path = DEFAULT_MODEL, *, revision: str | None = None, device: str = "auto",
                  dtype: str = "auto", schedule: str = "auto", load_format: str = "auto",

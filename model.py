@@ -204,17 +204,15 @@ class Linear(NamedTuple):
 class Model:
     """A decoder-only transformer over `ops`, or the part of it that rank `rank` of `size` owns.
 
-    `weights` maps every Hugging Face tensor name to the view of the (merged) parameter that holds it, or the rank's
-    rows of it; `whole` to the shape of all of it and those rows. Loading and random weights write through them.
-    `num_heads`, `num_kv_heads`: the rank's; `most_kv_heads`: the most that a rank has. `group`: through which the ranks
-    gather, to be set if there are others."""
+    `weights` maps every Hugging Face tensor name to the view of the (merged) parameter that holds the rank's rows of
+    it, `whole` to its whole shape and those rows; loading and random weights write through them. `num_heads` and
+    `num_kv_heads` are the rank's, `most_kv_heads` the most that one has; `group` is what ranks gather through."""
 
     def __init__(self, config: ModelConfig, ops: Ops, device: torch.device, dtype: torch.dtype, max_model_len: int,
                  rank: int = 0, size: int = 1):
         self.config, self.ops, self.device, self.dtype = config, ops, device, dtype
         self.rank, self.size, self.group, self.cuts = rank, size, None, shard(config, size)
-        self.weights: dict[str, torch.Tensor] = {}
-        self.whole: dict[str, tuple[tuple[int, ...], slice]] = {}
+        self.weights, self.whole = {}, {}
         c, D, cuts = config, config.head_dim, self.cuts
         self.num_heads, self.num_kv_heads = len(cuts.q[rank]) // D, len(cuts.kv[rank]) // D
         self.most_kv_heads = max(map(len, cuts.kv)) // D
@@ -298,8 +296,7 @@ class Model:
         the tensor that is missing, unexpected, of another shape or of a dtype that is no float."""
         tied = head, _ = "lm_head.weight", "model.embed_tokens.weight"
         copied = self.config.tie_word_embeddings and head in checkpoint.shapes  # allowed; compared, not loaded
-        shapes = {name: shape for name, (shape, _) in self.whole.items()}
-        check_names(checkpoint.shapes, shapes | ({head: shapes[tied[1]]} if copied else {}), head)
+        check_names(checkpoint.shapes, self.whole | ({head: self.whole[tied[1]]} if copied else {}), head)
         for name, dtype in checkpoint.dtypes.items():
             if dtype not in FLOATS and dtype not in DTYPES.values():
                 raise ValueError(f"tensor {name} has dtype {dtype}: samebits loads {', '.join(sorted(FLOATS))}")
@@ -316,10 +313,9 @@ class Model:
 
         By their scales every block moves the residual by about its own size, and logits spread: greedy tokens vary."""
         width = self.config.hidden_size**0.5
-        for name, view in tqdm(self.weights.items(), "random weights", disable=not progress, leave=False):
+        for name, (shape, rows) in tqdm(self.whole.items(), "random weights", disable=not progress, leave=False):
             seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big")
             generator = torch.Generator(self.device).manual_seed(seed)
-            shape, rows = self.whole[name]
             if name.endswith("norm.weight"):
                 mean, std = 1.0, 0.1
             elif "embed_tokens" in name or "lm_head" in name:
@@ -328,12 +324,12 @@ class Model:
                 gain = 3.0 if "o_proj" in name or "down_proj" in name else 1.0
                 mean, std = 0.0, gain / (shape[-1] ** 0.5 if len(shape) == 2 else 10.0)
             whole = torch.empty(shape, dtype=torch.float32, device=self.device)
-            view.copy_(whole.normal_(mean, std, generator=generator)[rows].to(self.dtype))
+            self.weights[name].copy_(whole.normal_(mean, std, generator=generator)[rows].to(self.dtype))
 
 
 def check_names(shapes: dict[str, tuple], expected: dict[str, tuple], head: str) -> None:
     """The checkpoint's tensors must be the model's, name for name and shape for shape."""
-    for name, shape in expected.items():
+    for name, (shape, _) in expected.items():
         if name not in shapes:
             hint = " (tie_word_embeddings is false: an untied head must be in the checkpoint)" if name == head else ""
             raise ValueError(f"tensor {name} is missing from the checkpoint{hint}")

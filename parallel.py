@@ -10,7 +10,6 @@ import signal
 import sys
 import threading
 import time
-from contextlib import suppress
 from multiprocessing import connection, get_context, parent_process, util
 
 import torch
@@ -27,10 +26,11 @@ class Ranks:
         self.pipe, self.group, self.runner, self.pipes, self.processes = pipe, None, None, [], []
 
     def start(self, llm, options: dict) -> None:
-        """Start the others, to make LLM(**options) and to end with `llm`. ValueError if there are too few GPUs."""
+        """Start the others, to make LLM(**options) and to end with `llm`. ValueError if there are no such GPUs."""
         first, count, spawn = llm.device.index, torch.cuda.device_count(), get_context("spawn")
-        if first is not None and first + self.size > count:
-            raise ValueError(f"tensor_parallel_size {self.size}, from {llm.device} on: torch sees {count} GPUs")
+        gpus = [torch.cuda.get_device_name(i) for i in range(count if first is None else first, count)][: self.size]
+        if first is not None and (len(gpus) < self.size or len(set(gpus)) > 1):  # another kind has other bits
+            raise ValueError(f"tensor_parallel_size {self.size} takes as many GPUs of one kind; here are {gpus}")
         for rank in range(1, self.size):
             pipe, far_end = spawn.Pipe()
             self.pipes.append(pipe)
@@ -82,8 +82,7 @@ class Ranks:
                 process.join()
 
     def _watch(self, rank: int, process, far_end: connection.Connection) -> None:
-        """Without one rank the others wait for ever, where no exception reaches them: the program ends with it. Holds
-        its end of the pipe open, so that nobody else learns of its death."""
+        """End the program with a rank, for which the others would wait. (An open `far_end` lets nobody else notice.)"""
         process.join()
         if self.pipes:  # else it was no accident
             print(f"error: rank {rank} died (exit code {process.exitcode})", file=sys.stderr, flush=True)
@@ -99,14 +98,13 @@ def follow(rank: int, pipe: connection.Connection, first_gpu: int | None, option
     try:
         torch.cuda.set_device(-1 if first_gpu is None else first_gpu + rank)  # -1: does nothing
         from engine import LLM
-
         llm = LLM(**options, _ranks=Ranks(options["tensor_parallel_size"], rank, pipe))
         while True:
             method, args, options = pipe.recv()
             getattr(llm, method)(*args, **options)
     except BaseException as error:
         said = f"rank {rank} failed: {type(error).__name__}: {error}"
-        with suppress(OSError):  # rank 0 is gone
+        if not isinstance(error, EOFError):  # which tells that rank 0 is gone, or does not need this one any more
             pipe.send(said)
             time.sleep(5)  # if rank 0 is starting, or fails likewise, it raises an error and ends this process
             print(f"error: {said}", file=sys.stderr, flush=True)

@@ -68,8 +68,7 @@ def processor_kind() -> str:
 
 
 def fingerprint_parts(llm, tensors: dict[str, torch.Tensor] | None = None) -> dict:
-    """Everything that may change bits, by name: end tokens, too, which min_tokens bans. Reads the weight files once.
-    `tensors`: the weights, in the model's order, where that has but a part of them."""
+    """Everything that may change bits, by name: end tokens, too, which min_tokens bans. `tensors`: whole weights."""
     weights = "dummy" if llm.load_format == "dummy" else (
         tensor_digest(tensors or llm.model.weights, llm.dtype) if llm.load_format == "updated"
         else weight_digest(llm.folder))

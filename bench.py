@@ -55,8 +55,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--reps", type=int, default=None, metavar="N", help="timed passes; A, B, E, G at most 2 (default: 3, CPU: 1)")
     add("--max-num-seqs", type=int, metavar="N", help="most sequences in a step (default: the engine's)")
     add("--max-num-batched-tokens", type=int, metavar="N", help="most tokens in a step (default: the engine's)")
-    add("--num-gpu-blocks-override", type=int, metavar="N", help="size of the KV cache in blocks of 64 tokens (default: "
-        "what the memory allows; give it where several engines share a GPU)")
+    add("--num-gpu-blocks-override", type=int, metavar="N", help="size of the KV cache in blocks of 64 tokens, which "
+        "several engines that share a GPU need (default: what the memory allows)")
     add("--threads", type=int, metavar="N", help="CPU threads (default: 1 for small workloads, which gain nothing from "
         "more and lose much on a busy machine)")
     add("--json", metavar="FILE", help="write the result to this file, too, as it grows")

@@ -23,7 +23,7 @@ class Ranks:
 
     def __init__(self, size: int = 1, rank: int = 0, pipe: connection.Connection | None = None):
         self.place = self.rank, self.size = rank, size
-        self.pipe, self.group, self.runner, self.pipes, self.processes = pipe, None, None, [], []
+        self.pipe, self.group, self.runner, self.pipes, self.processes, self.watches = pipe, None, None, [], [], []
 
     def start(self, llm, options: dict) -> None:
         """Start the others, to make LLM(**options) and to end with `llm`. ValueError if there are no such GPUs."""
@@ -34,9 +34,11 @@ class Ranks:
         for rank in range(1, self.size):
             pipe, far_end = spawn.Pipe()
             self.pipes.append(pipe)
-            self.processes.append(spawn.Process(target=follow, args=(rank, far_end, first, options), daemon=True))
-            self.processes[-1].start()
-            threading.Thread(target=self._watch, args=(rank, self.processes[-1], far_end), daemon=True).start()
+            process = spawn.Process(target=follow, args=(rank, far_end, first, options), daemon=True)
+            self.processes.append(process)
+            process.start()
+            self.watches.append(threading.Thread(target=self._watch, args=(rank, process, far_end), daemon=True))
+            self.watches[-1].start()
         util.Finalize(llm, self.close, exitpriority=1)  # at the end of the program: before Python ends its children
 
     def tell(self, method: str, *args, **options) -> None:
@@ -77,9 +79,9 @@ class Ranks:
             if self.runner:
                 self.runner.use_cache(None)
                 self.group.abort()
-            for process in self.processes:
+            for process, watch in zip(self.processes, self.watches):
                 process.kill()
-                process.join()
+                watch.join()  # it reaps the process; a thread that outlives the interpreter would abort it
 
     def _watch(self, rank: int, process, far_end: connection.Connection) -> None:
         """End the program with a rank, for which the others would wait. (An open `far_end` lets nobody else notice.)"""

@@ -140,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
              "max_model_len": llm.max_model_len}
     sys.setswitchinterval(GIL_SWITCH_SECONDS)
     gc.collect()
-    gc.freeze()  # what there is now stays: full collections of it took 0.4 s each, several a minute, and stopped the engine
+    gc.freeze()  # what there is now stays: a full collection of it took 0.4 s, and no step was made meanwhile
     gc.set_threshold(100_000, 50, 50)
 
     app = build_app(llm, settings, on_lost=lambda: server.lose())

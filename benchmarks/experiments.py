@@ -328,8 +328,8 @@ class Experiments:
 
     def search(self) -> dict:
         """Cases until the time is up; every case can be run again by its seed."""
-        found = {"minutes": self.minutes, "first_seed": self.seed, "cases": 0, "requests": 0, "tokens": 0, "differences": 0,
-                 "failing_seeds": [], "preemptions": 0, "prompts": [1, self.size["search"][0]],
+        found = {"minutes": self.minutes, "first_seed": self.seed, "cases": 0, "requests": 0, "tokens": 0,
+                 "differences": 0, "failing_seeds": [], "preemptions": 0, "prompts": [1, self.size["search"][0]],
                  "tokens_by_second": [[0.0, 0, 0]]}
         with self.engine() as llm:
             begin = time.perf_counter()

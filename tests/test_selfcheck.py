@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import kernels
 from benchmarks.twins import batch_dependent
 from engine import LLM
 from kernels import make_ops
@@ -64,3 +65,17 @@ def test_a_schedule_that_fails_is_replaced():
     table = without(HOPPER, {one, prefill})
     assert table.linear[1][1] == (PLAIN,) and table.prefill == WALK
     assert table.linear[0] == HOPPER.linear[0] and table.decode == HOPPER.decode and without(HOPPER, set()) == HOPPER
+
+
+def test_what_failed_is_not_used_by_later_runs(monkeypatch, tmp_path, capsys):
+    """A failed check leaves a file, for which engines on such a GPU run the reference's schedules, and say so."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test 1")
+    monkeypatch.setattr(kernels, "triton_ops", lambda device, schedule: schedule)
+    gpu = torch.device("cuda", 0)
+    assert kernels.make_ops(gpu) == "auto" and not capsys.readouterr().err
+    file = kernels.refusal(gpu)
+    file.parent.mkdir(parents=True)
+    file.write_text("a schedule")
+    assert kernels.make_ops(gpu) == kernels.make_ops(gpu, "reference") == "reference"
+    assert str(file) in capsys.readouterr().err and file.is_relative_to(tmp_path)

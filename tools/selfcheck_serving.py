@@ -163,7 +163,7 @@ def selfcheck(llm) -> int:
     print(f"selfcheck of {llm.folder.name} on {llm.device.type}, {llm.fingerprint}")
     same = True
     if llm.ops.name == "triton":
-        from kernels import triton_ops
+        from kernels import refusal, triton_ops
         from kernels.tiles import schedules
         from tools.selfcheck import check_schedules, report, without
 
@@ -174,8 +174,12 @@ def selfcheck(llm) -> int:
                 for check in check_schedules(llm.device, llm.dtype, table, K, shapes)]
         same = report(done)
         failed = {check.schedule for check in done if not check.same and check.schedule}
-        if failed:  # the rest is checked without them, as --schedule reference is
-            print(f"not used from here on: {', '.join(map(str, failed))}\nserve with --schedule reference on this GPU")
+        file = refusal(llm.device)
+        file.unlink(missing_ok=True)
+        if failed:
+            print(f"not used: {', '.join(map(str, failed))}\n({file} says so to later runs, until a check succeeds)")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text("\n".join(map(str, failed)) + "\n")
             llm.ops = llm.model.ops = llm.runner.ops = triton_ops(llm.device, table=without(table, failed))
     else:
         print("schedules: a CPU has one, so there are none to compare")

@@ -71,22 +71,25 @@ class Ranks:
     def close(self, broken: bool = False) -> None:
         """End the other ranks, `broken` if they may be in the middle of a step. There can be no further one."""
         if self.pipes:
-            if broken:
-                time.sleep(0.5)  # if this is but the echo of a death, `_watch` ends the program meanwhile
-            elif torch.cuda.is_initialized():
-                torch.cuda.synchronize()  # a step may outlive its requests, and takes all ranks
-            self.pipes.clear()
-            if self.runner:
-                self.runner.use_cache(None)
-                self.group.abort()
-            for process, watch in zip(self.processes, self.watches):
-                process.kill()
-                watch.join()  # it reaps the process; a thread that outlives the interpreter would abort it
+            try:
+                if broken:
+                    time.sleep(0.5)  # if this is but the echo of a death, `_watch` ends the program meanwhile
+                elif torch.cuda.is_initialized():
+                    torch.cuda.synchronize()  # a step may outlive its requests, and takes all ranks
+                self.pipes.clear()  # from here on a death is no accident
+                if self.runner:
+                    self.runner.use_cache(None)
+                    self.group.abort()
+            finally:  # on a lost device, too
+                self.pipes.clear()
+                for process, watch in zip(self.processes, self.watches):
+                    process.kill()
+                    watch.join()  # it reaps the process; a thread that outlives the interpreter would abort it
 
     def _watch(self, rank: int, process, far_end: connection.Connection) -> None:
         """End the program with a rank, for which the others would wait. (An open `far_end` lets nobody else notice.)"""
         process.join()
-        if self.pipes:  # else it was no accident
+        if self.pipes:
             print(f"error: rank {rank} died (exit code {process.exitcode})", file=sys.stderr, flush=True)
             os._exit(1)
 

@@ -6,7 +6,6 @@ from `drawn`. Reads sequences and never changes them; knows nothing of text."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 
 import numpy as np
 import torch
@@ -112,7 +111,9 @@ class Runner:
         starts = np.array([seq.num_computed_tokens for seq in seqs])
         offsets = np.cumsum(counts) - counts
         positions = np.arange(counts.sum()) - np.repeat(offsets - starts, counts)
-        tables = np.array(list(zip_longest(*(seq.block_table for seq in seqs), fillvalue=0)), np.int32).T
+        tables = np.zeros((len(seqs), max(len(seq.block_table) for seq in seqs)), np.int32)
+        for row, seq in zip(tables, seqs, strict=True):
+            row[: len(seq.block_table)] = seq.block_table
         ids = [seq.token_ids[start : start + count] for seq, start, count in zip(seqs, starts, counts, strict=True)]
         slots = tables[np.repeat(np.arange(len(seqs)), counts), positions // KV_TILE] * KV_TILE + positions % KV_TILE
         model, row_bytes = self.model, self.model.config.head_dim * self.kv_cache.itemsize

@@ -4,10 +4,10 @@ The contract: a row of any op's result depends on that row's inputs, the weights
 how many rows there are, where it stands among them, or how the work was cut. Each launcher states its `Reduction
 order:` (numerics, fixed) and its `Schedule:` (what may follow the batch without changing a bit)."""
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -47,18 +47,18 @@ def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
-def refusal(device: torch.device) -> Path:
+def refusal(device: torch.device) -> str:
     """The file that names the schedules which failed --selfcheck on this kind of GPU; there is none if none did."""
     import triton
 
-    return Path(f"~/.cache/samebits/{torch.cuda.get_device_name(device)}, triton {triton.__version__}").expanduser()
+    return os.path.expanduser(f"~/.cache/samebits/{torch.cuda.get_device_name(device)}, triton {triton.__version__}")
 
 
 def make_ops(device: torch.device, schedule: str = "auto") -> Ops:
     """The op table for a device: Triton kernels on a GPU, plain torch elsewhere. A schedule changes no bit."""
     if schedule not in ("auto", "reference"):
         raise ValueError(f"unknown schedule {schedule!r}: use 'auto' or 'reference'")
-    if device.type == "cuda" and schedule == "auto" and (file := refusal(device)).exists():
+    if device.type == "cuda" and schedule == "auto" and os.path.exists(file := refusal(device)):
         print(f"the reference's schedules run: others failed --selfcheck on this GPU ({file})", file=sys.stderr)
         schedule = "reference"
     return triton_ops(device, schedule) if device.type == "cuda" else reference_ops()

@@ -64,7 +64,8 @@ def launch_table(table: tiles.Schedules, rows: int) -> None:
         dtype = torch.float32 if N == 151936 else torch.bfloat16
         for one in next(kinds for bound, *kinds in table.linear if bound >= rows)[leaves > 1]:
             if one.fits(dtype.itemsize):
-                linear.linear(meta(rows, K), meta(N, K), None, leaves, dtype, one, arrived, gated=gated)
+                bias = meta(N) if N == 6144 else None
+                linear.linear(meta(rows, K), meta(N, K), bias, leaves, dtype, one, arrived, gated=gated)
     for gated in (False, True):
         linear.linear(meta(rows, 576, dtype=torch.float32), meta(960, 576, dtype=torch.float32), None, 1,
                       torch.float32, table.linear_for(rows, 960, 1, 4), arrived, gated=gated)

@@ -48,6 +48,8 @@ def compare(folder, size: int, chosen: list[dict], **options) -> None:
 @pytest.mark.parametrize("name", ["tiny", "llama", "qwen3-8b", "embedded"])
 @pytest.mark.parametrize("size", SIZES or [2])
 def test_ranks_change_no_bit(size, name, eager, tmp_path):
+    if size not in {"tiny": (2, 4), "llama": (2, 3), "qwen3-8b": (2, 3, 4, 8), "embedded": (2, 3, 4)}[name]:
+        pytest.skip(f"{name} cannot be dealt to {size}")
     folder = "models/embedded" if name == "embedded" else write_config(
         tmp_path / name, {"tiny": QWEN3, "llama": LLAMA, "qwen3-8b": BIG}[name])
     compare(folder, size, cells(), enforce_eager=eager)
@@ -77,7 +79,7 @@ def test_the_command_line_ends_silently():
 
 def test_more_ranks_than_gpus(tmp_path):
     with pytest.raises(ValueError, match="takes as many GPUs of one kind"):
-        engine(write_config(tmp_path, BIG), COUNT + 1, device="cuda")
+        engine(write_config(tmp_path, BIG), COUNT + 1 if COUNT < 8 else 16, device="cuda")
 
 
 # Two ranks on one GPU, which NCCL refuses and no user can ask for: over gloo, through copies on the host.

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -74,7 +75,7 @@ def test_what_failed_is_not_used_by_later_runs(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(kernels, "triton_ops", lambda device, schedule: schedule)
     gpu = torch.device("cuda", 0)
     assert kernels.make_ops(gpu) == "auto" and not capsys.readouterr().err
-    file = kernels.refusal(gpu)
+    file = Path(kernels.refusal(gpu))
     file.parent.mkdir(parents=True)
     file.write_text("a schedule")
     assert kernels.make_ops(gpu) == kernels.make_ops(gpu, "reference") == "reference"

@@ -9,8 +9,9 @@ The yardstick is each needle served alone, cold. On a GPU the kernels' schedules
 import random
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -174,12 +175,12 @@ def selfcheck(llm) -> int:
                 for check in check_schedules(llm.device, llm.dtype, table, K, shapes)]
         same = report(done)
         failed = {check.schedule for check in done if not check.same and check.schedule}
-        file = refusal(llm.device)
-        file.unlink(missing_ok=True)
         if failed:
-            print(f"not used: {', '.join(map(str, failed))}\n({file} says so to later runs, until a check succeeds)")
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text("\n".join(map(str, failed)) + "\n")
+            file = Path(refusal(llm.device))
+            print(f"not used: {', '.join(map(str, failed))}\n{file} says so to later runs; delete it to try them again")
+            with suppress(OSError):  # a read-only home: later runs do not know
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text("\n".join(map(str, failed)) + "\n")
             llm.ops = llm.model.ops = llm.runner.ops = triton_ops(llm.device, table=without(table, failed))
     else:
         print("schedules: a CPU has one, so there are none to compare")

@@ -20,8 +20,6 @@ from test_parallel import (
     write_config,
 )
 
-import parallel
-
 pytestmark = pytest.mark.gpu
 COUNT = torch.cuda.device_count()
 SIZES = [size for size in (2, 3, 4, 8) if size <= COUNT]
@@ -80,44 +78,3 @@ def test_the_command_line_ends_silently():
 def test_more_ranks_than_gpus(tmp_path):
     with pytest.raises(ValueError, match="takes as many GPUs of one kind"):
         engine(write_config(tmp_path, BIG), COUNT + 1 if COUNT < 8 else 16, device="cuda")
-
-
-# Two ranks on one GPU, which NCCL refuses and no user can ask for: over gloo, through copies on the host.
-
-
-class HostGroup:
-    def __init__(self, store, rank, size):
-        self.group = torch.distributed.ProcessGroupGloo(store, rank, size)
-        self.abort = self.group.abort
-
-    def _allgather_base(self, out, x):
-        parts = torch.empty(out.shape, dtype=out.dtype)
-        self.group._allgather_base(parts, x.cpu()).wait()
-        out.copy_(parts)
-        return self
-
-    def wait(self) -> None:
-        pass
-
-
-def share_a_gpu(patch=setattr) -> None:
-    patch(torch.cuda, "device_count", lambda: 2)
-    patch(torch.cuda, "get_device_name", lambda device=None: "one and the same")
-    patch(torch.distributed, "ProcessGroupNCCL", HostGroup)
-
-
-def follow_there(rank, pipe, first_gpu, options) -> None:
-    share_a_gpu()
-    follow(rank, pipe, first_gpu - rank, options)
-
-
-follow = parallel.follow
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen3-8b", "embedded"])
-def test_two_ranks_on_one_gpu(name, tmp_path, monkeypatch):
-    configs = {"llama": LLAMA, "qwen3-8b": BIG}
-    folder = "models/embedded" if name == "embedded" else write_config(tmp_path, configs[name])
-    share_a_gpu(monkeypatch.setattr)
-    monkeypatch.setattr(parallel, "follow", follow_there)
-    compare(folder, 2, cells(), enforce_eager=True)

@@ -205,3 +205,15 @@ def test_only_our_own_names_are_answered_to():
         with socket.create_connection(address(url)) as client:
             client.sendall(b"GET /health HTTP/1.0\r\n\r\n")
             assert answer(client)[0] == 421
+
+
+def test_a_refused_prompt_ends_the_others_of_its_request():
+    """One request, two prompts, the second too long: the first, accepted by then, is not generated to its end."""
+    llm = LLM(progress=False, num_gpu_blocks_override=64, max_num_seqs=8)
+    steps, step = [], llm.step
+    llm.step = lambda: steps.append(1) or step()
+    with serve(llm) as (url, service):
+        refused = post(url, prompt=[[5, 6], [7] * 2000], max_tokens=900, ignore_eos=True)
+        assert refused.status_code == 400 and "2000 tokens" in refused.json()["error"]["message"]
+        assert_all_given_back(service)
+    assert len(steps) < 450, "it went on for nobody"

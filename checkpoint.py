@@ -40,10 +40,9 @@ def download(repo_id: str, revision: str | None) -> Path:
     name = repo_id if revision is None else f"{repo_id} at revision {revision}"
     tried = f"tried the folder {Path(repo_id).absolute()} and the hub"
     try:
-        return Path(snapshot_download(
-            repo_id, revision=revision, allow_patterns=["*.safetensors", "*.json", "*.jinja"],
-            # Subfolders and consolidated files hold the same weights once more, in other formats.
-            ignore_patterns=["*/*", "consolidated*"]))
+        others = ["*/*", "consolidated*"]  # the same weights once more, in other formats
+        wanted = ["*.safetensors", "*.json", "*.jinja"]
+        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=wanted, ignore_patterns=others))
     except errors.GatedRepoError as error:
         raise ValueError(f"{name} is gated ({tried}): accept its terms there, then set HF_TOKEN") from error
     except errors.RevisionNotFoundError as error:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import jinja2
 import tokenizers
+from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
@@ -52,7 +53,10 @@ class Tokenizer:
         decoder = json.loads(self._backend.decoder.__getstate__()) if self._backend.decoder else {"type": "none"}
         kinds = [part["type"] for part in decoder.get("decoders", [decoder])]
         self._has_byte_tokens = "ByteFallback" in kinds
-        self._byte_of = byte_level_alphabet() if kinds == ["ByteLevel"] else None
+        # Of a byte-level vocabulary's characters printable Latin-1 is itself; the others, in order, are from U+0100 on.
+        alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+        byte_values = sorted(range(256), key=lambda byte: (chr(byte) not in alphabet, byte))
+        self._byte_of = dict(zip(alphabet, byte_values, strict=True)) if kinds == ["ByteLevel"] else None
         template, path = settings.get("chat_template"), self._folder / "chat_template.jinja"
         if isinstance(template, list):
             template = {entry["name"]: entry["template"] for entry in template}.get("default")
@@ -86,19 +90,18 @@ class Tokenizer:
         byte = re.fullmatch("<0x([0-9A-Fa-f]{2})>", piece) if self._has_byte_tokens else None
         return bytes.fromhex(byte[1]) if byte else None
 
-    def apply_chat_template(self, messages: list[dict], add_generation_prompt: bool = True,
-                            tools: list[dict] | None = None, **kwargs) -> str:
-        """Render `messages` with the model's chat template; `kwargs` reach it (`enable_thinking=False`). Raises
-        ValueError if there is no template, a message is malformed, or the template fails or refuses."""
+    def apply_chat_template(self, messages: list[dict], **variables) -> str:
+        """Render `messages` with the model's chat template; `variables` reach it (`tools`, `enable_thinking=False`).
+        Raises ValueError if there is no template, a message is malformed, or the template fails or refuses."""
         if not isinstance(messages, (list, tuple)) or not messages or not all(
                 isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages):
             raise ValueError("messages must be a non-empty list of dicts, each with a 'role' string")
         # OpenAI clients send `"tool_calls": null`; many templates would print it as "None".
         messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
-        variables = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
+        variables = {"messages": messages, "tools": None, "add_generation_prompt": True} | variables
         template = self._compiled_template
         try:
-            return template.render(self._named_tokens, **variables, **kwargs)
+            return template.render(self._named_tokens | variables)
         except Exception as error:  # a template is foreign code: whatever it raises, the messages did not suit it
             raise ValueError(f"the chat template refused the messages: {type(error).__name__}: {error}") from error
 
@@ -112,23 +115,14 @@ class Tokenizer:
 
         # `{% generation %}` marks what to train on; to render, it is a scope like any other.
         template = re.sub(r"(\{%[-+]?)\s*(end)?generation\s*([-+]?%\})", r"\1 \2with \3", self._template)
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+        jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         # Jinja's own `tojson` sorts keys and escapes <, > and & for HTML.
-        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-        environment.globals |= {"raise_exception": raise_exception,
-                                "strftime_now": lambda pattern: datetime.now().strftime(pattern)}
+        jinja.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+        jinja.globals.update(raise_exception=raise_exception, strftime_now=lambda form: datetime.now().strftime(form))
         try:
-            return environment.from_string(template)
+            return jinja.from_string(template)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"{self._folder}: chat template, line {error.lineno}: {error.message}") from error
-
-
-def byte_level_alphabet() -> dict[str, int]:
-    """Return the byte that each character of a byte-level vocabulary stands for."""
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    # Printable Latin-1 is itself; the other bytes' characters come in the same order, from U+0100 on.
-    return dict(zip(alphabet, sorted(range(256), key=lambda byte: (chr(byte) not in alphabet, byte)), strict=True))
 
 
 def unfinished_start(text: str, string: str) -> int:
@@ -152,8 +146,7 @@ class Detokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._before = next(([i] for i in reversed(prompt_ids)  # the last token that has text, if there is one
                              if i not in self._skipped_ids and tokenizer.token_bytes(i) != b""), [])
-        self._held = ""
-        self.stop_reason: str | None = None
+        self._held, self.stop_reason = "", None
 
     def push(self, token_id: int, check_stop: bool = True) -> str:
         """Take one token; return the text it releases, which may be empty (always, after a stop string).
@@ -168,8 +161,6 @@ class Detokenizer:
             found = ((text.find(string, max(0, len(self._held) + 1 - len(string))), string) for string in self._stop)
             if matches := [(start + len(string), start, string) for start, string in found if start >= 0]:
                 end, start, self.stop_reason = min(matches)
-                self._held = ""
-                self._utf8.reset()
                 return text[:end if self._include_stop else start]
         cut = min((unfinished_start(text, string) for string in self._stop), default=len(text))
         self._held = text[cut:]
@@ -178,13 +169,11 @@ class Detokenizer:
     def finish(self) -> str:
         """End the sequence: release what is held, be it the beginning of a stop string or half a character."""
         rest, self._held = self._held + self._utf8.decode(b"", final=True), ""
-        return rest
+        return "" if self.stop_reason is not None else rest
 
     def _decode(self, token_id: int) -> str:
         """Return the characters that this token completes."""
-        if token_id in self._skipped_ids:
-            return ""
-        data = self._tokenizer.token_bytes(token_id)
+        data = b"" if token_id in self._skipped_ids else self._tokenizer.token_bytes(token_id)
         if data is not None:
             self._before = [token_id] if data else self._before
             return self._utf8.decode(data)

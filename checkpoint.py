@@ -12,8 +12,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
+INDEX_NAME, SINGLE_NAME = "model.safetensors.index.json", "model.safetensors"
 
 
 def resolve(model: str, revision: str | None = None) -> Path:
@@ -77,8 +76,19 @@ class Checkpoint:
     Raises ValueError if files are absent, damaged, or at odds with the index, naming the file and the tensor."""
 
     def __init__(self, folder: Path):
-        self.folder = Path(folder)
-        weight_map = self._read_index()
+        self.folder, weight_map = Path(folder), {}  # tensor name -> the shard it is in; {} where one file holds all
+        if (self.folder / INDEX_NAME).is_file():
+            weight_map = read_json(self.folder, INDEX_NAME).get("weight_map")
+            if not isinstance(weight_map, dict) or not weight_map:
+                raise ValueError(f"{self.folder / INDEX_NAME} has no weight_map; fetch it again")
+            for name, shard in weight_map.items():
+                if not (self.folder / shard).is_file():
+                    raise ValueError(f"{self.folder / shard} is missing, where {INDEX_NAME} puts {name}; fetch it")
+        elif not (self.folder / SINGLE_NAME).is_file():
+            kinds = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+            present = sorted(path.name for path in self.folder.iterdir() if path.suffix in kinds)
+            raise ValueError(f"{self.folder} has neither {INDEX_NAME} nor {SINGLE_NAME}, only {present}; samebits "
+                             "reads only safetensors, one file or shards with their index: fetch or convert")
         self.files = [self.folder / name for name in sorted(set(weight_map.values())) or [SINGLE_NAME]]
         self.shapes, self.dtypes, file_of = {}, {}, {}  # by tensor name
         for file in self.files:
@@ -93,23 +103,6 @@ class Checkpoint:
             if file_of.get(name) != shard:
                 raise ValueError(f"{INDEX_NAME} of {self.folder} puts tensor {name} in {shard}, which lacks it; "
                                  "the index and the shards are of different revisions: fetch both again")
-
-    def _read_index(self) -> dict[str, str]:
-        """Tensor name -> the shard it is in; {} where the one file holds all."""
-        if not (self.folder / INDEX_NAME).is_file():
-            if (self.folder / SINGLE_NAME).is_file():
-                return {}
-            present = sorted(path.name for path in self.folder.iterdir()
-                             if path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf"))
-            raise ValueError(f"{self.folder} has neither {INDEX_NAME} nor {SINGLE_NAME}, only {present}; samebits "
-                             "reads only safetensors, one file or shards with their index: fetch or convert")
-        weight_map = read_json(self.folder, INDEX_NAME).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ValueError(f"{self.folder / INDEX_NAME} has no weight_map; fetch it again")
-        for name, shard in weight_map.items():
-            if not (self.folder / shard).is_file():
-                raise ValueError(f"{self.folder / shard} is missing: {INDEX_NAME} puts tensor {name} there; fetch it")
-        return weight_map
 
     def tensors(self, progress: bool = True) -> Iterator[tuple[str, object]]:
         """Yield (name, slice) of every tensor, file by file, in the order of their bytes. `slice[a:b]` reads those

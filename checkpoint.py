@@ -35,7 +35,6 @@ def resolve(model: str, revision: str | None = None) -> Path:
 def download(repo_id: str, revision: str | None) -> Path:
     """Fetch a hub repository into the cache, or find it there; see `resolve` for what is raised."""
     from huggingface_hub import errors, snapshot_download  # here, because a local folder needs none of it
-
     name = repo_id if revision is None else f"{repo_id} at revision {revision}"
     tried = f"tried the folder {Path(repo_id).absolute()} and the hub"
     try:

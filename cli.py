@@ -7,7 +7,7 @@ import sys
 import time
 from dataclasses import asdict, fields
 
-from engine import DEFAULT_MODEL, LLM, RequestOutput
+from engine import DEFAULT_MODEL, DTYPES, LLM, RequestOutput
 from sampler import SamplingParams, kind
 
 EXAMPLES = """examples:
@@ -35,18 +35,16 @@ def build_parser() -> argparse.ArgumentParser:
     add("--model", default=DEFAULT_MODEL, help="checkpoint folder or Hub id (default: %(default)s)")
     add("--revision", help="branch, tag or commit of a Hub id")
     add("--device", choices=["auto", "cuda", "cpu"], default="auto")
-    add("--dtype", choices=["auto", "bfloat16", "float16", "float32"], default="auto",
-        help="auto: the checkpoint's, on CPU float32")
+    add("--dtype", choices=["auto", *DTYPES], default="auto", help="auto: the checkpoint's, on CPU float32")
     add("--load-format", choices=["auto", "dummy"], default="auto", help="dummy: random weights, to measure speed")
 
     add = parser.add_argument_group("sampling", "An answer is a function of prompt, model and these.").add_argument
     for parameter in fields(SamplingParams):
         if "help" in parameter.metadata:
-            of = kind(parameter)
+            of, name, text = kind(parameter), parameter.name.replace("_", "-"), parameter.metadata["help"]
             takes = {"action": "store_true"} if of is bool else {"type": of, "metavar": METAVARS[of]}
             if parameter.default == ():
                 takes |= {"action": "extend", "nargs": "+"}
-            name, text = parameter.name.replace("_", "-"), parameter.metadata["help"]
             add("--" + name, default=argparse.SUPPRESS, help=text, **takes)
     parser.set_defaults(max_tokens=512)  # the library's is the room left
 
@@ -107,7 +105,6 @@ def run(args: argparse.Namespace) -> int:
     options = chosen(args, LLM) | {"progress": sys.stderr.isatty()}
     if args.fingerprint or args.verify or args.selfcheck:
         from tools.proof import prove  # no other run needs it
-
         return prove(args, options)
     prompts = read_prompts(args)
     if args.receipt:
@@ -115,12 +112,11 @@ def run(args: argparse.Namespace) -> int:
     llm = LLM(**options)
     own = {"logprobs": 0} if args.json or args.receipt else {}  # the tokens' own logprobs, asked for or not
     params = SamplingParams(**own | chosen(args, SamplingParams))
-    inputs = prompts
+    inputs, options = prompts, {"add_special_tokens": not args.chat}
     if args.chat:
         system = [{"role": "system", "content": args.system}] if args.system else []
         thinking = {"enable_thinking": False} if args.no_think else {}
         inputs = [llm.apply_chat_template(system + [{"role": "user", "content": text}], **thinking) for text in prompts]
-    options = {"add_special_tokens": not args.chat}
     loaded = time.perf_counter()
     if len(prompts) == 1 and params.n == 1 and not args.json:
         for output in llm.stream(inputs[0], params, **options):

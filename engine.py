@@ -4,7 +4,6 @@
 it, and absorbs the tokens. `generate`, `chat`, `stream` and `score` loop over `step`; cli.py is the command line."""
 
 import secrets
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -30,7 +29,6 @@ from text import Detokenizer, Tokenizer
 
 DEFAULT_MODEL = "models/embedded"  # in this folder, wherever one is
 GRAPH_RESERVE = 1 << 29  # bytes left free for CUDA graphs, which are captured after the cache is sized
-CPU_CACHE_BYTES = 1 << 30
 ASLEEP = "the engine is asleep, its cache lent out: call wake() first (or lost its ranks: make a new LLM)"
 NOTHING = (list, ())  # no step in flight: no results to wait for, and no sequences
 
@@ -111,8 +109,7 @@ class LLM:
         self.dtype = pick_dtype(dtype, self.config, self.device)
         large = self.device.type == "cuda" and torch.cuda.get_device_properties(self.device).total_memory >= 64 << 30
         max_num_seqs = max_num_seqs or (1024 if large else 256)
-        self.ops = ops or make_ops(self.device, schedule)
-        self.load_format = load_format
+        self.ops, self.load_format = ops or make_ops(self.device, schedule), load_format
         limit = self.config.max_model_len
         if max_model_len is not None and not 1 <= max_model_len <= limit:
             raise ValueError(f"max_model_len {max_model_len} must be between 1 and {limit}, the model's own limit")
@@ -128,8 +125,7 @@ class LLM:
         self.generation_config = checkpoint.read_json(self.folder, "generation_config.json")
         given = [self.generation_config.get("eos_token_id"), raw.get("eos_token_id"),
                  self.tokenizer and self.tokenizer.eos_token_id]  # each an id, a list of them or None: all end a text
-        lists = [value if isinstance(value, list) else [value] for value in given if value is not None]
-        self.eos_token_ids = frozenset(token for ids in lists for token in ids)
+        self.eos_token_ids = frozenset().union(*(x if isinstance(x, list) else [x] for x in given if x is not None))
         self.model.group = self.ranks.connect(self.device)
 
         self._new_cache = partial(allocate_kv_cache, self.config.num_layers, num_kv_heads=self.model.num_kv_heads,
@@ -142,21 +138,19 @@ class LLM:
                              f"{max_model_len}: lower it, or give the engine more memory")
         self.runner = Runner(self.model, self._new_cache(num_blocks), max_num_seqs, self.max_model_len, enforce_eager)
         self.ranks.runner = self.runner
-        blocks = BlockManager(num_blocks, enable_prefix_caching=enable_prefix_caching)
-        self.scheduler = Scheduler(blocks, max_num_seqs, batched)
+        self.scheduler = Scheduler(BlockManager(num_blocks, enable_prefix_caching), max_num_seqs, batched)
         self.async_scheduling = self.device.type == "cuda" if async_scheduling is None else async_scheduling
         self.requests: dict[str, Request] = {}
         self._owner: dict[Sequence, tuple[Request, int]] = {}  # of one that has not ended: its request and index there
         self._fresh: list[CompletionOutput] = []  # those whose `delta` is the last step's
-        self._in_flight = NOTHING
-        self._next_id = 0
+        self._in_flight, self._next_id = NOTHING, 0
 
     def _measure_blocks(self, utilization: float, max_num_seqs: int, max_num_batched_tokens: int) -> int:
         """How many cache blocks fit, on every rank, beside the weights and the largest step's working memory."""
         c = self.config
         block_bytes = 2 * c.num_layers * self.model.num_kv_heads * KV_TILE * c.head_dim * self.dtype.itemsize
         if self.device.type == "cpu":
-            return self.ranks.least(max(1, CPU_CACHE_BYTES // block_bytes))
+            return self.ranks.least(max(1, (1 << 30) // block_bytes))
         if not 0 < utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {utilization}")
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -168,9 +162,8 @@ class LLM:
         logits = max_num_seqs * c.vocab_size * 4  # the static output of the graphs
         budget = free - (1 - utilization) * total - working - logits - GRAPH_RESERVE
         if budget < block_bytes:
-            raise ValueError(f"no memory left for the cache: {free / 2**30:.1f} GiB free after the weights, a step "
-                             f"needs {working / 2**30:.1f}; lower max_num_batched_tokens or raise "
-                             "gpu_memory_utilization")
+            raise ValueError(f"no memory left for the cache: {free / 2**30:.1f} GiB free, a step needs "
+                             f"{working / 2**30:.1f}: lower max_num_batched_tokens or raise gpu_memory_utilization")
         return self.ranks.least(int(budget // block_bytes))
 
     fingerprint_parts, fingerprint = cached_property(receipts.fingerprint_parts), property(receipts.fingerprint)
@@ -234,8 +227,7 @@ class LLM:
             raise RuntimeError(ASLEEP)
         for out in self._fresh:
             out.delta = ""
-        self._fresh = []
-        changed: dict[str, RequestOutput] = {}
+        self._fresh, changed = [], {}
         took_part = [seq for seq, _ in self._in_flight[1]]
         try:
             self.ranks.tell("step")
@@ -303,8 +295,7 @@ class LLM:
 
     def _absorb(self, request: Request, index: int, result: StepOutput) -> None:
         """Take a new token into sequence `index`: its text, its logprobs, and whether it is the last."""
-        seq, out, detokenizer = request.seqs[index], request.output.outputs[index], request.detokenizers[index]
-        token = result.token_id
+        seq, out, token = request.seqs[index], request.output.outputs[index], result.token_id
         if token >= self.config.vocab_size:
             request.output.error = "the model produced a NaN or no finite logit: check the weights and the dtype"
             return self._finish(request, index, "error")
@@ -315,7 +306,7 @@ class LLM:
             out.logprobs.append(result.logprob)
         if out.top_logprobs is not None:
             out.top_logprobs.append(result.top_logprobs)
-        params, count = request.output.params, len(out.token_ids)
+        params, count, detokenizer = request.output.params, len(out.token_ids), request.detokenizers[index]
         ended = token in seq.stop_token_ids and count >= params.min_tokens
         if detokenizer and (not ended or params.include_stop_str_in_output):
             piece = detokenizer.push(token, check_stop=count >= params.min_tokens)
@@ -391,8 +382,7 @@ class LLM:
     def stream(self, prompt: str | list[int], params: SamplingParams | None = None,
                **options) -> Iterator[RequestOutput]:
         """Complete one prompt, yielding the request as it gains tokens (see `CompletionOutput.delta`)."""
-        request_id = self.add_request(prompt, params, **options)
-        output = self.requests[request_id].output
+        output = self.requests[self.add_request(prompt, params, **options)].output
         shown = [(0, 0, None)] * len(output.outputs)
         try:
             while True:
@@ -407,7 +397,7 @@ class LLM:
                 else:
                     self.step()
         finally:
-            self.abort(request_id)
+            self.abort(output.request_id)
 
     def score(self, prompt: str | list[int], completion: str | list[int]) -> list[float]:
         """Log-probability of each token of `completion` after `prompt`, by one prefill: the very bits that decoding
@@ -462,8 +452,7 @@ def pick_device(name: str) -> torch.device:
         raise ValueError("device 'cuda' asked for, but torch sees no GPU: use 'auto' or 'cpu'")
     device = torch.device("cuda", torch.cuda.current_device())
     if (capability := torch.cuda.get_device_capability(device)) < (8, 0):
-        raise ValueError(f"this GPU has compute capability {capability[0]}.{capability[1]}; samebits needs 8.0 or "
-                         "newer: use --device cpu")
+        raise ValueError(f"this GPU's compute capability is {capability}, not (8, 0) or newer: use --device cpu")
     return device
 
 
@@ -477,5 +466,4 @@ def pick_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dt
 
 if __name__ == "__main__":
     from cli import main
-
-    sys.exit(main())
+    raise SystemExit(main())

@@ -77,7 +77,6 @@ def fingerprint_parts(llm, tensors: dict[str, torch.Tensor] | None = None) -> di
              "weights": weights, "config": hashlib.sha256(repr(llm.config).encode()).hexdigest()[:16]}
     if llm.device.type == "cuda":
         import triton
-
         return parts | {"device": torch.cuda.get_device_name(llm.device), "triton": triton.__version__}
     return parts | {"device": processor_kind(), "isa": torch.backends.cpu.get_cpu_capability()}
 
@@ -102,8 +101,7 @@ def make_receipt(llm, output, index: int = 0, trace: bool = False) -> dict:
     out = output.outputs[index] if index < len(output.outputs) else None
     if out is None or out.finish_reason in (None, "error", "abort") or not out.token_ids or out.logprobs is None:
         raise ValueError(f"no receipt: there is no finished completion {index} with tokens, asked for with logprobs=0")
-    prompt, asked = output.prompt_token_ids, output.params
-    room = llm.max_model_len - len(prompt)
+    prompt, asked, room = output.prompt_token_ids, output.params, llm.max_model_len - len(output.prompt_token_ids)
     params = replace(asked, n=1, seed=out.seed, prompt_logprobs=None, min_tokens=min(asked.min_tokens, room),
                      max_tokens=min(asked.max_tokens or room, room))
     receipt = {"version": 1, "fingerprint": llm.fingerprint, "parts": llm.fingerprint_parts, "prompt_token_ids": prompt,

@@ -16,9 +16,8 @@ INDEX_NAME, SINGLE_NAME = "model.safetensors.index.json", "model.safetensors"
 
 
 def resolve(model: str, revision: str | None = None) -> Path:
-    """Return the folder of `model`: an existing folder as it is, else the hub repository `owner/name`, cached.
-
-    Nothing that holds code is fetched. HF_HUB_OFFLINE, HF_ENDPOINT, HF_HOME and HF_TOKEN are huggingface_hub's. Raises
+    """Return the folder of `model`: an existing folder as it is, else the hub repository `owner/name`, cached. Nothing
+    that holds code is fetched. HF_HUB_OFFLINE, HF_ENDPOINT, HF_HOME and HF_TOKEN are huggingface_hub's. Raises
     ValueError (no such folder, repository or revision, no access, no config.json) or ConnectionError (no copy)."""
     folder = Path(model).expanduser()
     if not model or not folder.is_dir():  # Path("") would be the working directory

@@ -15,15 +15,14 @@ EXAMPLES = """examples:
   python engine.py --chat --system "Answer in one sentence." --prompt "Why is the sky blue?"
   python engine.py --model Qwen/Qwen3-0.6B --chat --no-think --prompt "Hello" --temperature 0.7 --seed 1
   cat story.txt | python engine.py --prompt -
-  python engine.py --prompt "Once upon a time" --receipt answer.jsonl && python engine.py --verify answer.jsonl
-"""
+  python engine.py --prompt "Once upon a time" --receipt answer.jsonl && python engine.py --verify answer.jsonl"""
 METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="engine.py", epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="samebits: complete prompts with an LLM whose answers never depend on what else it is serving.")
+    about = "samebits: complete prompts with an LLM whose answers never depend on what else it is serving."
+    parser = argparse.ArgumentParser(prog="engine.py", description=about, epilog=EXAMPLES,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument_group("prompts").add_argument
     add("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; repeat for more, - reads all of stdin")
     add("--prompt-file", metavar="FILE", help="one prompt a line; - reads stdin")

@@ -39,9 +39,8 @@ def file_digest(file: Path) -> str:
 
 def weight_digest(folder: Path) -> str:
     """sha256 over the safetensors files' names and sha256s, 16 hex digits; cached beside them, by size and time."""
-    files = Checkpoint(folder).files
+    files, cached = Checkpoint(folder).files, folder / DIGEST_FILE
     stamp = {f.name: [f.stat().st_size, f.stat().st_mtime_ns] for f in files}
-    cached = folder / DIGEST_FILE
     with suppress(OSError, ValueError, KeyError, TypeError):  # there is none yet, or it is broken
         known = json.loads(cached.read_text())
         if known["stamp"] == stamp:

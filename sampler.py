@@ -32,10 +32,9 @@ def kind(parameter: Field) -> type:
 @dataclass(frozen=True)
 class SamplingParams:
     """Parameters of one request, named as vLLM names them. None means: the checkpoint's generation_config, else off;
-    of max_tokens, the room left; of seed, one is drawn, and reported with the result.
-
-    Cuts come in the order top_k, top_p, min_p, at temperature. Log-probabilities are of the model's own distribution:
-    before temperature, penalties and cuts. logit_bias: token id -> value added to its logit."""
+    of max_tokens, the room left; of seed, one is drawn, and reported with the result. Cuts come in the order top_k,
+    top_p, min_p, at temperature. Log-probabilities are of the model's own distribution: before temperature, penalties
+    and cuts. logit_bias: token id -> value added to its logit."""
 
     max_tokens: int | None = option(None, "most tokens to generate (default: %(default)s)", 1)
     min_tokens: int = option(0, "end tokens and stop strings do not count before N", 0)
@@ -99,10 +98,8 @@ class SamplingParams:
 
 def completion_seed(seed: int, index: int) -> int:
     """Seed of completion `index` of a request: its own for 0, else hashed from both (53 bits survive JSON)."""
-    if index == 0:
-        return seed
     digest = hashlib.sha256(f"samebits completion {seed} {index}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 11
+    return int.from_bytes(digest[:8], "big") >> 11 if index else seed
 
 
 def adjustments(seq) -> Iterator[tuple[int, float, float]]:

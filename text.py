@@ -107,12 +107,11 @@ class Tokenizer:
 
     @cached_property
     def _compiled_template(self) -> jinja2.Template:
-        if self._template is None:
-            raise ValueError(f"{self._folder} has no chat template; use a plain prompt, or add a chat_template.jinja")
-
         def raise_exception(message):
             raise jinja2.TemplateError(message)
 
+        if self._template is None:
+            raise ValueError(f"{self._folder} has no chat template; use a plain prompt, or add a chat_template.jinja")
         # `{% generation %}` marks what to train on; to render, it is a scope like any other.
         template = re.sub(r"(\{%[-+]?)\s*(end)?generation\s*([-+]?%\})", r"\1 \2with \3", self._template)
         jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
@@ -133,7 +132,6 @@ def unfinished_start(text: str, string: str) -> int:
 
 class Detokenizer:
     """Turns one sequence's tokens into text as they come, and ends it at a stop string (`stop_reason`, else None).
-
     Bytes go through an incremental UTF-8 decoder; a token whose text depends on the one before it (sentencepiece's
     first space) is decoded behind that one: constant work a token. The stop string complete first wins; of two complete
     at one character, the longer. Text is held back only while its end can become one. Give `prompt_ids` where the text
@@ -149,10 +147,9 @@ class Detokenizer:
         self._held, self.stop_reason = "", None
 
     def push(self, token_id: int, check_stop: bool = True) -> str:
-        """Take one token; return the text it releases, which may be empty (always, after a stop string).
-
-        With `check_stop=False` (fewer than `min_tokens` so far) a stop string that ends in this token passes; one
-        that ends in a later, checked token counts wherever it begins, so its beginning is held back all the same."""
+        """Take one token; return the text it releases, which may be empty (always, after a stop string). With
+        `check_stop=False` (fewer than `min_tokens` so far) a stop string that ends in this token passes; one that ends
+        in a later, checked token counts wherever it begins, so its beginning is held back all the same."""
         if self.stop_reason is not None:
             return ""
         text = self._held + self._decode(token_id)

@@ -140,7 +140,8 @@ def run(args: argparse.Namespace) -> int:
         with open(args.receipt, "w") as file:
             file.writelines(json.dumps(receipt) + "\n" for receipt in made)
     count = sum(len(out.token_ids) for output in outputs for out in output.outputs)
-    print(f"{count} tokens in {took:.2f} s: {count / took:.1f} tokens/s on {llm.device.type} "
+    ranks = f" x {llm.ranks.size} by {llm.model.exchange.name}" if llm.model.exchange else ""
+    print(f"{count} tokens in {took:.2f} s: {count / took:.1f} tokens/s on {llm.device.type}{ranks} "
           f"(start {loaded - start:.1f} s)", file=sys.stderr)
     return 1 if any(output.error for output in outputs) else 0
 

@@ -100,6 +100,7 @@ class LLM:
                 raise ValueError(f"{name} must be at least 1, got {options[name]}")
         if load_format not in ("auto", "dummy"):
             raise ValueError(f"unknown load_format {load_format!r}: use 'auto' or 'dummy'")
+        self.ranks = _ranks or Ranks(tensor_parallel_size)
         name = str(Path(__file__).parent / DEFAULT_MODEL) if str(model) == DEFAULT_MODEL else str(model)
         self.folder = checkpoint.resolve(name, revision)
         raw = checkpoint.read_json(self.folder, "config.json") | (hf_overrides or {})
@@ -112,10 +113,9 @@ class LLM:
         limit = self.config.max_model_len
         if max_model_len is not None and not 1 <= max_model_len <= limit:
             raise ValueError(f"max_model_len {max_model_len} must be between 1 and {limit}, the model's own limit")
-        self.ranks = _ranks or Ranks(tensor_parallel_size)
-        self.model = Model(self.config, self.ops, self.device, self.dtype, max_model_len or limit, *self.ranks.place)
-        if tensor_parallel_size > 1 and not _ranks:
-            self.ranks.start(self, options | {"model": self.folder, "revision": None, "progress": False})
+        self.model = Model(self.config, self.ops, self.device, self.dtype, max_model_len or limit, self.ranks.rank,
+                           self.ranks.size)
+        self.ranks.start(self, options | {"model": self.folder, "revision": None, "progress": False})
         if load_format == "dummy":
             self.model.load_dummy(progress)
         else:
@@ -125,11 +125,11 @@ class LLM:
         given = [self.generation_config.get("eos_token_id"), raw.get("eos_token_id"),
                  self.tokenizer and self.tokenizer.eos_token_id]  # each an id, a list of them or None: all end a text
         self.eos_token_ids = frozenset().union(*(x if isinstance(x, list) else [x] for x in given if x is not None))
-        self.model.group = self.ranks.connect(self.device)
 
+        batched = max_num_batched_tokens or (8192 if self.device.type == "cuda" else 512)
+        self.model.exchange = self.ranks.connect(self.device, self.model.exchanged_bytes(batched, max_num_seqs))
         self._new_cache = partial(allocate_kv_cache, self.config.num_layers, num_kv_heads=self.model.num_kv_heads,
                                   head_dim=self.config.head_dim, dtype=self.dtype, device=self.device)
-        batched = max_num_batched_tokens or (8192 if self.device.type == "cuda" else 512)
         num_blocks = num_gpu_blocks_override or self._measure_blocks(gpu_memory_utilization, max_num_seqs, batched)
         self.max_model_len = min(max_model_len or limit, num_blocks * KV_TILE)
         if max_model_len is not None and self.max_model_len < max_model_len:
@@ -143,6 +143,7 @@ class LLM:
         self._owner: dict[Sequence, tuple[Request, int]] = {}  # of one that has not ended: its request and index there
         self._fresh: list[CompletionOutput] = []  # those whose `delta` is the last step's
         self._in_flight, self._next_id = NOTHING, 0
+        self.ranks.follow(self)
 
     def _measure_blocks(self, utilization: float, max_num_seqs: int, max_num_batched_tokens: int) -> int:
         """How many cache blocks fit, on every rank, beside the weights and the largest step's working memory."""

@@ -6,6 +6,7 @@ written in the ops of one `kernels.Ops` table, and knows nothing of requests, sc
 import hashlib
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -14,10 +15,11 @@ from tqdm import tqdm
 
 from checkpoint import Checkpoint
 from kernels import Ops, same_bits
-from kernels.collectives import gather
+from kernels.collectives import EVEN, LOGITS, ODD
 from kernels.tiles import leaf_count
 from kernels.work import AttentionWork
 
+LOGITS_SLAB = 512  # rows of prompt logits computed at a time: 512 x 152k x 4 bytes = 311 MB
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 FLOATS = {"BF16", "F16", "F32"}
 ROPE_KEYS = {  # rope type -> settings it understands beside rope_theta; anything else is refused, never ignored
@@ -206,12 +208,12 @@ class Model:
 
     `weights` maps every Hugging Face tensor name to the view of the (merged) parameter that holds the rank's rows of
     it, `whole` to its whole shape and those rows; loading and random weights write through them. `num_heads` and
-    `num_kv_heads` are the rank's, `most_kv_heads` the most that one has; `group` is what ranks gather through."""
+    `num_kv_heads` are the rank's, `most_kv_heads` the most that one has; `exchange`: how to get the others' columns."""
 
     def __init__(self, config: ModelConfig, ops: Ops, device: torch.device, dtype: torch.dtype, max_model_len: int,
                  rank: int = 0, size: int = 1):
         self.config, self.ops, self.device, self.dtype = config, ops, device, dtype
-        self.rank, self.size, self.group, self.cuts = rank, size, None, shard(config, size)
+        self.rank, self.size, self.exchange, self.cuts = rank, size, None, shard(config, size)
         self.weights, self.whole = {}, {}
         c, D, cuts = config, config.head_dim, self.cuts
         self.num_heads, self.num_kv_heads = len(cuts.q[rank]) // D, len(cuts.kv[rank]) // D
@@ -264,32 +266,40 @@ class Model:
         """Hidden states after the final norm, of `batch.logits_rows`: [num_logits, hidden_size].
 
         kv_cache: [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]; this step's keys are written to it"""
-        c, ops, eps = self.config, self.ops, self.config.rms_norm_eps
-        hidden_states, residual = ops.embedding(batch.input_ids, self.embed_tokens, self.dtype, batch.drawn), None
+        c, ops, eps, cuts, dtype = self.config, self.ops, self.config.rms_norm_eps, self.cuts, self.dtype
+        hidden_states, residual = ops.embedding(batch.input_ids, self.embed_tokens, dtype, batch.drawn), None
         for layer, (k_cache, v_cache) in zip(self.layers, kv_cache, strict=True):
             normed = ops.rms_norm(hidden_states, layer.input_layernorm, eps, residual)
             residual = hidden_states if residual is None else residual  # the embedding; each norm adds to it, in place
-            qkv = ops.linear(normed, *layer.qkv_proj, self.dtype)
+            qkv = ops.linear(normed, *layer.qkv_proj, dtype)
             q = ops.rotary_and_cache(qkv, layer.q_norm, layer.k_norm, eps, self.cos_sin, batch.attention, k_cache,
                                      v_cache, self.num_heads)
-            attn = ops.paged_attention(q, k_cache, v_cache, batch.attention, c.head_dim**-0.5)
-            hidden_states = self._join(layer.o_proj, attn.flatten(1), self.cuts.q)
-            hidden_states = ops.rms_norm(hidden_states, layer.post_attention_layernorm, eps, residual)
-            hidden_states = ops.gated_linear(hidden_states, *layer.gate_up_proj, self.dtype)
-            hidden_states = self._join(layer.down_proj, hidden_states, self.cuts.intermediate_size)
+            attn = self._whole(ops.paged_attention, cuts.q, ODD, q, k_cache, v_cache, batch.attention, c.head_dim**-0.5)
+            hidden_states = self._whole(ops.linear, cuts.hidden_size, EVEN, attn.flatten(1), *layer.o_proj, dtype)
+            normed = ops.rms_norm(hidden_states, layer.post_attention_layernorm, eps, residual)
+            gated = self._whole(ops.gated_linear, cuts.intermediate_size, ODD, normed, *layer.gate_up_proj, dtype)
+            hidden_states = self._whole(ops.linear, cuts.hidden_size, EVEN, gated, *layer.down_proj, dtype)
         if batch.logits_rows is not None:
             hidden_states, residual = hidden_states[batch.logits_rows], residual[batch.logits_rows]
         return ops.rms_norm(hidden_states, self.norm, eps, residual)
 
+    def exchanged_bytes(self, num_tokens: int, num_seqs: int) -> list[int]:
+        """The most that exchanges of a step carry, by buffer: ODD, EVEN, LOGITS."""
+        c, rows, size = self.config, max(num_tokens, num_seqs), self.dtype.itemsize
+        return [rows * max(c.num_heads * c.head_dim, c.intermediate_size) * size, rows * c.hidden_size * size,
+                max(num_seqs, LOGITS_SLAB) * c.vocab_size * 4]
+
     def logits(self, hidden_states: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """[num_rows, hidden_size] -> [num_rows, vocab_size] fp32, into `out` if given."""
-        logits = self.ops.linear(hidden_states, *self.lm_head, torch.float32, None if self.group else out)
-        return gather(logits, self.cuts.vocab_size, self.group, out)
+        linear, cut = self.ops.linear, self.cuts.vocab_size
+        return self._whole(linear, cut, LOGITS, hidden_states, *self.lm_head, torch.float32, out=out)
 
-    def _join(self, linear: Linear, x: torch.Tensor, cut: list[range]) -> torch.Tensor:
-        """The whole product [M, hidden_size] of an input of which every rank has its part."""
-        out = self.ops.linear(gather(x, cut, self.group), *linear, self.dtype)
-        return gather(out, self.cuts.hidden_size, self.group)
+    def _whole(self, op, cut: list[range], buffer: int, x: torch.Tensor, *args, out=None) -> torch.Tensor:
+        """op(x, ...), of which every rank computes its columns, with those of all."""
+        if self.exchange is None:
+            return op(x, *args) if out is None else op(x, *args, out)
+        dtype = torch.float32 if buffer == LOGITS else self.dtype
+        return self.exchange(partial(op, x, *args), len(x), cut, dtype, buffer, out)
 
     def load(self, checkpoint: Checkpoint, progress: bool = True) -> None:
         """Stream a checkpoint into the parameters, in place. Raises ValueError, before anything is overwritten, naming

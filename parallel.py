@@ -1,20 +1,25 @@
 """Tensor parallelism: processes that run one engine in lockstep, each with a GPU and a part of the weights of its own.
 
-Rank 0 is the user's process; it starts the others, on its host, and tells them whatever changes the engine's state.
-What they gather (kernels/collectives.py) are the same bits everywhere: all schedule alike, choose the same tokens and
-need no other exchange. A script that starts ranks needs `if __name__ == "__main__":`, because they import it."""
+Rank 0 is the user's process; it starts the others, on its host, unless torchrun did (on several), and tells them
+whatever changes the engine's state. What they gather (kernels/collectives.py) are the same bits everywhere: all
+schedule alike, choose the same tokens and need no other exchange. A script that starts ranks needs
+`if __name__ == "__main__":`, because they import it; one that torchrun starts ends in `LLM(...)` on all but rank 0."""
 
 import os
 import pickle
+import secrets
 import signal
 import sys
 import threading
 import time
 from multiprocessing import connection, get_context, parent_process, util
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
+
+from kernels.collectives import Group, SymmetricMemory
 
 
 class Ranks:
@@ -22,19 +27,38 @@ class Ranks:
     `runner`: its CUDA graphs must go before the `group` that they gather through."""
 
     def __init__(self, size: int = 1, rank: int = 0, pipe: connection.Connection | None = None):
-        self.place = self.rank, self.size = rank, size
-        self.pipe, self.group, self.runner, self.pipes, self.processes, self.watches = pipe, None, None, [], [], []
+        self.size, self.rank, self.pipe, self.pipes = size, rank, pipe, []
+        self.store, self.group, self.runner, self.processes, self.watches = None, None, None, [], []
+        if size > 1 and not pipe and "WORLD_SIZE" in os.environ:
+            self._join(int(os.environ["WORLD_SIZE"]))
+
+    def _join(self, world_size: int) -> None:
+        """Take the place that torchrun gives this process."""
+        if world_size != self.size:
+            raise ValueError(f"torchrun started {world_size} processes: tensor_parallel_size must be as many or 1")
+        self.rank, self.store = int(os.environ["RANK"]), next(dist.rendezvous("env://"))[0]
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) if torch.cuda.is_available() else -1)
+        if self.rank:
+            port, key = self.store.get("samebits").split()
+            self.pipe = connection.Client((os.environ["MASTER_ADDR"], int(port)), authkey=key)
+        else:
+            key = secrets.token_hex(16)
+            with connection.Listener(("", 0), backlog=self.size, authkey=key.encode()) as listener:
+                self.store.set("samebits", f"{listener.address[1]} {key}")
+                self.pipes = [listener.accept() for _ in range(1, self.size)]
 
     def start(self, llm, options: dict) -> None:
-        """Start the others, to make LLM(**options) and to end with `llm`. ValueError if there are no such GPUs."""
-        first, count, spawn = llm.device.index, torch.cuda.device_count(), get_context("spawn")
-        gpus = [torch.cuda.get_device_name(i) for i in range(count if first is None else first, count)][: self.size]
-        if first is not None and (len(gpus) < self.size or len(set(gpus)) > 1):  # another kind has other bits
-            raise ValueError(f"tensor_parallel_size {self.size} takes as many GPUs of one kind; here are {gpus}")
-        for rank in range(1, self.size):
+        """As rank 0, start the others, to make LLM(**options); all end with `llm`. ValueError if GPUs are lacking."""
+        if self.rank or self.size == 1:
+            return
+        first, spawn = llm.device.index, get_context("spawn")
+        count = self.size if self.store or first is None else torch.cuda.device_count() - first
+        if count < self.size:
+            raise ValueError(f"tensor_parallel_size {self.size} takes as many GPUs; here are {count}")
+        for rank in range(1, 1 if self.store else self.size):
             pipe, far_end = spawn.Pipe()
             self.pipes.append(pipe)
-            process = spawn.Process(target=follow, args=(rank, far_end, first, options), daemon=True)
+            process = spawn.Process(target=run, args=(rank, far_end, first, options), daemon=True)
             self.processes.append(process)
             process.start()
             self.watches.append(threading.Thread(target=self._watch, args=(rank, process, far_end), daemon=True))
@@ -59,14 +83,36 @@ class Ranks:
             pipe.send(value)
         return value
 
-    def connect(self, device: torch.device):
-        """The process group to gather through, once all ranks have come this far; None for one that is alone."""
-        if self.size > 1:
+    def connect(self, device: torch.device, num_bytes: list[int]) -> SymmetricMemory | Group | None:
+        """How to exchange columns with the others, once all have come this far; None for a rank that is alone.
+        num_bytes: of each buffer. ValueError if a rank's GPU is of another kind than the rest, and has other bits."""
+        if self.size == 1:
+            return None
+        cuda, launched = device.type == "cuda", self.store
+        kind = crc32(torch.cuda.get_device_name(device).encode()) if cuda else 0
+        if self.least(kind) != kind or self.least(-kind) != -kind:
+            raise ValueError("tensor_parallel_size takes GPUs of one kind: others have other bits")
+        if not self.store:
             own = None if self.rank else dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             port = self.least(own.port if own else 1 << 16)
-            kind = dist.ProcessGroupNCCL if device.type == "cuda" else dist.ProcessGroupGloo
-            self.group = kind(own or dist.TCPStore("127.0.0.1", port, is_master=False), self.rank, self.size)
-        return self.group
+            self.store = own or dist.TCPStore("127.0.0.1", port, is_master=False)
+        one_host = not launched or os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
+        usable = cuda and one_host and os.environ.get("SAMEBITS_SYMMETRIC_MEMORY") != "0" and all(
+            torch.cuda.can_device_access_peer(device.index, peer)
+            for peer in range(device.index - self.rank, device.index - self.rank + self.size) if peer != device.index)
+        if self.least(int(usable)):
+            return SymmetricMemory(self.rank, self.size, device, self.store, num_bytes)
+        self.group = (dist.ProcessGroupNCCL if cuda else dist.ProcessGroupGloo)(self.store, self.rank, self.size)
+        return Group(self.rank, self.group)
+
+    def follow(self, llm) -> None:
+        """As another rank than 0, do what it tells, and end the process with it."""
+        while self.rank:
+            try:
+                method, args, options = self.pipe.recv()
+            except EOFError:
+                os._exit(0)
+            getattr(llm, method)(*args, **options)
 
     def close(self, broken: bool = False) -> None:
         """End the other ranks, `broken` if they may be in the middle of a step. There can be no further one."""
@@ -77,7 +123,7 @@ class Ranks:
                 elif torch.cuda.is_initialized():
                     torch.cuda.synchronize()  # a step may outlive its requests, and takes all ranks
                 self.pipes.clear()  # from here on a death is no accident
-                if self.runner:
+                if self.group and self.runner:
                     self.runner.use_cache(None)
                     self.group.abort()
             finally:  # on a lost device, too
@@ -94,8 +140,8 @@ class Ranks:
             os._exit(1)
 
 
-def follow(rank: int, pipe: connection.Connection, first_gpu: int | None, options: dict) -> None:
-    """The process of another rank: make the engine, then do as rank 0 tells, and end with it."""
+def run(rank: int, pipe: connection.Connection, first_gpu: int | None, options: dict) -> None:
+    """The process of another rank that rank 0 starts: make the engine, which follows."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # if all were sent it, rank 0 decides
     threading.Thread(target=lambda: (parent_process().join(), os._exit(1)), daemon=True).start()
@@ -103,14 +149,10 @@ def follow(rank: int, pipe: connection.Connection, first_gpu: int | None, option
     try:
         torch.cuda.set_device(-1 if first_gpu is None else first_gpu + rank)  # -1: does nothing
         from engine import LLM
-        llm = LLM(**options, _ranks=Ranks(options["tensor_parallel_size"], rank, pipe))
-        while True:
-            method, args, options = pipe.recv()
-            getattr(llm, method)(*args, **options)
+        LLM(**options, _ranks=Ranks(options["tensor_parallel_size"], rank, pipe))
     except BaseException as error:
         said = f"rank {rank} failed: {type(error).__name__}: {error}"
-        if not isinstance(error, EOFError):  # which tells that rank 0 is gone, or does not need this one any more
-            pipe.send(said)
-            time.sleep(5)  # if rank 0 is starting, or fails likewise, it raises an error and ends this process
-            print(f"error: {said}", file=sys.stderr, flush=True)
+        pipe.send(said)
+        time.sleep(5)  # if rank 0 is starting, or fails likewise, it raises an error and ends this process
+        print(f"error: {said}", file=sys.stderr, flush=True)
     os._exit(1)

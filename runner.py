@@ -14,11 +14,10 @@ import sampler
 from kernels import upload
 from kernels.tiles import KV_SPLIT, KV_TILE
 from kernels.work import ITEM_FIELDS, MERGE_FIELDS, AttentionWork, plan_decode, plan_prefill
-from model import Batch, Model
+from model import LOGITS_SLAB, Batch, Model
 from scheduler import Sequence
 
 MAX_PARTIALS = 4096  # KV splits of one step that may have programs of their own: bounds the merge buffers
-LOGITS_SLAB = 512  # rows of prompt logits computed at a time: 512 x 152k x 4 bytes = 311 MB
 
 
 def empty_fields(num_tokens: int, num_seqs: int, width: int, decode_items: int = 0,

@@ -22,10 +22,12 @@ import torch
 from benchmarks.ops import BitsDiffer, Roof, step_floor_s
 from benchmarks.twins import library
 from benchmarks.workloads import Workload
+from cache import BlockManager
 from engine import LLM
 from kernels import Ops, make_ops
 from model import ModelConfig
 from sampler import SamplingParams
+from scheduler import Scheduler
 
 ROOT = Path(__file__).parent.parent
 SHORT = 4096  # max_model_len of an engine for workloads that fit it
@@ -149,29 +151,36 @@ class Server:
 
     def check(self, workload: Workload, whole: list) -> None:
         """Serve the first and the last request of a pass once more, alone, in one prefill and in odd chunks."""
-        scheduler = self.llm.scheduler
-        budget = scheduler.max_num_batched_tokens
+        budget = self.llm.scheduler.max_num_batched_tokens
         for i in sorted({0, len(whole) - 1}):
             n = min(workload.outputs[i], CHECKED)
             alone = replace(workload, prompts=[workload.prompts[i]], outputs=[n])
             for chunk in (budget, min(len(workload.prompts[i]) * 2 // 5 + 1, budget // 2)):
-                scheduler.max_num_batched_tokens = chunk
+                self.limit_tokens(chunk)
                 try:
                     output = self.serve(alone, logprobs=0)[1][0]
                 finally:
-                    scheduler.max_num_batched_tokens = budget
+                    self.limit_tokens(budget)
                 if bits(output, n) != bits(whole[i], n):
                     raise BitsDiffer(f"request {i} of workload {workload.name}, alone in chunks of {chunk} tokens, has "
                                      "other tokens or log-probabilities than among the others")
 
+    def limit_tokens(self, max_num_batched_tokens: int) -> None:
+        """Let a step have so many tokens, on every rank, of an engine without requests."""
+        old = self.llm.scheduler
+        blocks = BlockManager(old.blocks.num_blocks, enable_prefix_caching=False)
+        scheduler = Scheduler(blocks, old.max_num_seqs, max_num_batched_tokens)
+        self.llm.ranks.tell("__setattr__", "scheduler", scheduler)
+        self.llm.scheduler = scheduler
+
     @contextmanager
     def steps(self) -> Iterator[list[float]]:
-        """Collects the floor of every step that is launched, in seconds."""
-        runner, floors = self.llm.runner, []
+        """Collects the floor of every step that is launched, in seconds: its work, dealt to the ranks evenly."""
+        runner, floors, ranks = self.llm.runner, [], self.llm.ranks.size
         launch = runner.launch
 
         def launched(seqs):
-            floors.append(step_floor_s(self.config, self.roof, self.llm.model.embed_tokens.itemsize, seqs))
+            floors.append(step_floor_s(self.config, self.roof, self.llm.model.embed_tokens.itemsize, seqs) / ranks)
             return launch(seqs)
 
         runner.launch = launched

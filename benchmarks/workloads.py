@@ -21,7 +21,8 @@ SHAPES = {  # hidden size, MLP size, layers, heads, whether the head is the embe
     "qwen3-32b": (5120, 25600, 64, 64, False),
 }
 FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "tie_word_embeddings")
-LIMITS = ("max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override")  # of the engine, for a bench to set
+# Arguments of the engine that a bench may set.
+LIMITS = ("max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override", "tensor_parallel_size")
 
 
 def model_options(name: str | None, on_gpu: bool) -> tuple[str, dict]:

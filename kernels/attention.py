@@ -67,10 +67,11 @@ def attend_tile(q, k, v, mask, scale_log2e, ones, m, l, acc, m_total, l_total, a
 
 @triton.jit(do_not_specialize=["stride_table"])
 def paged_attention_kernel(q_ptr, k_cache_ptr, v_cache_ptr, k_pages, v_pages, block_tables_ptr, positions_ptr,
-                           items_ptr, counts_ptr, out_ptr, partial_ml_ptr, partial_acc_ptr, stride_table, scale_log2e,
-                           COUNT: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
-                           HEAD_DIM: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, PARTIAL: tl.constexpr,
-                           BLOCK_M: tl.constexpr, SKIP_MASK: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr):
+                           items_ptr, counts_ptr, out, partial_ml_ptr, partial_acc_ptr, stride_table, scale_log2e,
+                           STRIDE: tl.constexpr, COUNT: tl.constexpr, NUM_HEADS: tl.constexpr,
+                           NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
+                           PARTIAL: tl.constexpr, BLOCK_M: tl.constexpr, SKIP_MASK: tl.constexpr, TMA: tl.constexpr,
+                           PRECISION: tl.constexpr):
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     num_items = tl.load(counts_ptr + COUNT)
     rows = tl.arange(0, BLOCK_M)
@@ -131,13 +132,15 @@ def paged_attention_kernel(q_ptr, k_cache_ptr, v_cache_ptr, k_pages, v_pages, bl
         m_total, l_total, acc_total = end_split(m, l, acc, m_total, l_total, acc_total, partial_ml_ptr,
                                                 partial_acc_ptr, row, mask_m, PARTIAL, HEAD_DIM)
         if not PARTIAL:
-            out = acc_total / l_total[:, None]
-            tl.store(out_ptr + row_offs, out.to(out_ptr.dtype.element_ty), mask=mask_m[:, None])
+            result = (acc_total / l_total[:, None]).to(q.dtype)
+            for i in tl.static_range(len(out)):
+                out_ptrs = out[i] + (token * STRIDE + head * HEAD_DIM)[:, None] + offs_d[None, :]
+                tl.store(out_ptrs, result, mask=mask_m[:, None])
 
 
 @triton.jit
-def merge_kernel(merges_ptr, counts_ptr, out_ptr, partial_ml_ptr, partial_acc_ptr, COUNT: tl.constexpr,
-                 NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, STAGES: tl.constexpr):
+def merge_kernel(merges_ptr, counts_ptr, out, partial_ml_ptr, partial_acc_ptr, STRIDE: tl.constexpr,
+                 COUNT: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, STAGES: tl.constexpr):
     offs_d = tl.arange(0, HEAD_DIM)
     for work in range(tl.program_id(0), tl.load(counts_ptr + COUNT) * NUM_HEADS, tl.num_programs(0)):
         head = work % NUM_HEADS
@@ -153,19 +156,22 @@ def merge_kernel(merges_ptr, counts_ptr, out_ptr, partial_ml_ptr, partial_acc_pt
             l = tl.load(partial_ml_ptr + row * 2 + 1)
             acc = tl.load(partial_acc_ptr + row[:, None] * HEAD_DIM + offs_d[None, :])
             m_total, l_total, acc_total = merge(m_total, l_total, acc_total, m, l, acc)
-        out = (acc_total / l_total[:, None]).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + (token * NUM_HEADS + head) * HEAD_DIM + offs_d[None, :], out)
+        result = (acc_total / l_total[:, None]).to(out[0].dtype.element_ty)
+        for i in tl.static_range(len(out)):
+            tl.store(out[i] + token * STRIDE + head * HEAD_DIM + offs_d[None, :], result)
 
 
 def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, work, scale: float,
-                    decode: AttentionSchedule, prefill: AttentionSchedule, kv_split: int = KV_SPLIT) -> torch.Tensor:
+                    decode: AttentionSchedule, prefill: AttentionSchedule, out: list[torch.Tensor] | None = None,
+                    kv_split: int = KV_SPLIT) -> torch.Tensor:
     """Causal attention of every query over its sequence's pages (Dao et al. 2022; Kwon et al. 2023 for the paging).
 
     q: [num_tokens, num_heads, head_dim] bf16, fp16 or fp32
     k_cache, v_cache: [num_blocks, num_kv_heads, block_size, head_dim], dtype of q; the keys of this step are in it
     work: kernels.work.AttentionWork: block tables, positions and the lists of work items
     scale: multiplies q k^T; kv_split: keys a split (numerics: only a deliberately different twin passes another)
-    returns [num_tokens, num_heads, head_dim], dtype of q; rows of no item are left unwritten
+    out: [num_tokens, num_heads * head_dim], dtype of q, some of one row stride that all get the result
+    returns [num_tokens, num_heads, head_dim] or the first `out`; rows of no item are left unwritten
 
     Reduction order: keys in tiles of KV_TILE from position 0, online softmax in tile order inside splits of KV_SPLIT
         at absolute positions, splits merged in position order; head_dim and tile sums are fp32 `tl.dot` chains.
@@ -173,7 +179,8 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = k_cache.shape[1]
     rows = triton.next_power_of_2(num_heads // num_kv_heads)  # of one query token
-    out = torch.empty_like(q)
+    outs = tuple(out or [torch.empty_like(q)])
+    stride = outs[0].stride(0)
     ml = torch.empty((max(1, work.max_partials), num_heads, 2), dtype=torch.float32, device=q.device)
     acc = torch.empty((max(1, work.max_partials), num_heads, head_dim), dtype=torch.float32, device=q.device)
     launches = ((work.prefill_items, 0, work.prefill_grid, prefill, False),
@@ -183,11 +190,11 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
             pages = [TensorDescriptor.from_tensor(c.view(-1, head_dim), [KV_TILE, head_dim]) if schedule.tma else c
                      for c in (k_cache, v_cache)]
             paged_attention_kernel[(grid * num_kv_heads,)](
-                q, k_cache, v_cache, *pages, work.block_tables, work.positions, items, work.counts, out, ml, acc,
-                work.block_tables.stride(0), scale * 1.4426950408889634, count, num_heads, num_kv_heads, head_dim,
-                KV_TILE, kv_split, partial, max(schedule.BLOCK_M, rows), schedule.skip_mask, schedule.tma, "ieee",
-                num_warps=schedule.num_warps, num_stages=schedule.num_stages, enable_fp_fusion=False)
+                q, k_cache, v_cache, *pages, work.block_tables, work.positions, items, work.counts, outs, ml, acc,
+                work.block_tables.stride(0), scale * 1.4426950408889634, stride, count, num_heads, num_kv_heads,
+                head_dim, KV_TILE, kv_split, partial, max(schedule.BLOCK_M, rows), schedule.skip_mask, schedule.tma,
+                "ieee", num_warps=schedule.num_warps, num_stages=schedule.num_stages, enable_fp_fusion=False)
     if work.max_partials:
-        merge_kernel[(work.merge_grid * num_heads,)](work.merges, work.counts, out, ml, acc, 2, num_heads, head_dim, 4,
-                                                     num_warps=1, enable_fp_fusion=False)
-    return out
+        merge_kernel[(work.merge_grid * num_heads,)](work.merges, work.counts, outs, ml, acc, stride, 2, num_heads,
+                                                     head_dim, 4, num_warps=1, enable_fp_fusion=False)
+    return outs[0]

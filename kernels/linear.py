@@ -56,8 +56,8 @@ def leaf_sum(x, w, m, n, k_start, M, N: tl.constexpr, K: tl.constexpr, LEAF: tl.
 @triton.jit(do_not_specialize=["M"])
 def linear_kernel(x, w, bias_ptr, out, partial_ptr, arrived_ptr, M, N: tl.constexpr, K: tl.constexpr,
                   LEAVES: tl.constexpr, LEAF: tl.constexpr, SPLIT: tl.constexpr, GATED: tl.constexpr,
-                  TMA: tl.constexpr, OUT_TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                  BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, PRECISION: tl.constexpr):
+                  TMA: tl.constexpr, OUT_TMA: tl.constexpr, STRIDE: tl.constexpr, BLOCK_M: tl.constexpr,
+                  BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, PRECISION: tl.constexpr):
     # Persistent: programs walk tiles, or leaves of tiles.
     PARTS: tl.constexpr = LEAVES if SPLIT else 1
     EVEN_K: tl.constexpr = LEAF % BLOCK_K == 0 and LEAF * LEAVES == K
@@ -86,18 +86,19 @@ def linear_kernel(x, w, bias_ptr, out, partial_ptr, arrived_ptr, M, N: tl.conste
         if last:
             if bias_ptr is not None:
                 acc = acc + tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)
-            dtype: tl.constexpr = out.dtype if OUT_TMA else out.dtype.element_ty
+            dtype: tl.constexpr = out.dtype if OUT_TMA else out[0].dtype.element_ty
             result = (swiglu(acc.to(dtype)) if GATED else acc).to(dtype)
             if OUT_TMA:
                 out.store([m, n // WIDTH], result)
             else:
                 columns = n // WIDTH + tl.arange(0, BLOCK_N // WIDTH)[None, :]
                 mask = (offs_m < M) & (columns < N // WIDTH)
-                tl.store(out + offs_m * (N // WIDTH) + columns, result, mask=mask)
+                for i in tl.static_range(len(out)):
+                    tl.store(out[i] + offs_m * STRIDE + columns, result, mask=mask)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, leaves: int, out_dtype: torch.dtype,
-           schedule: LinearSchedule, arrived: torch.Tensor, out: torch.Tensor | None = None,
+           schedule: LinearSchedule, arrived: torch.Tensor, out: torch.Tensor | list[torch.Tensor] | None = None,
            gated: bool = False) -> torch.Tensor:
     """out = x @ weight.T + bias or, if `gated`, silu(gate) * up, that sum's columns being gate and up in turn.
 
@@ -105,7 +106,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, lea
     weight: [N, K], dtype of x, contiguous
     bias: [N] or None
     arrived: [>= tiles] int32 zeros, left zero: the arrival counters of a split sum
-    returns [M, N] ([M, N / 2] if gated) in `out_dtype`: `out` if given (contiguous), else a new tensor
+    out: [M, N] ([M, N / 2] if gated) in `out_dtype`, or several of one row stride that all get the result
+    returns the (first) `out`, or a new tensor if there is none
 
     Reduction order: K in `leaves` leaves of tiles.leaf_length, each one fp32 `tl.dot` chain from first element to last;
         leaves are added in order as a chain, then the bias; rounded once. SwiGLU of that: in fp32, rounded once more.
@@ -117,7 +119,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, lea
     assert x.is_contiguous() and weight.is_contiguous()
     if out is None:
         out = torch.empty((M, N // width), dtype=out_dtype, device=x.device)
-    assert out.shape == (M, N // width) and out.dtype == out_dtype and out.is_contiguous()
+    outs = out if isinstance(out, list) else [out]
+    out, stride = outs[0], outs[0].stride(0)
+    assert all(o.shape == (M, N // width) and o.stride() == (stride, 1) and o.dtype == out_dtype for o in outs)
     tiles = triton.cdiv(M, schedule.BLOCK_M) * triton.cdiv(N, schedule.BLOCK_N)
     length = leaf_length(K, leaves)
     tma = schedule.tma and length % schedule.BLOCK_K == 0 and length * leaves == K
@@ -125,13 +129,13 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, lea
     split = schedule.split and leaves > 1 and tiles * leaves <= programs
     partial = torch.empty((leaves, M, N), dtype=torch.float32, device=x.device) if split else out
     BLOCK_M, BLOCK_N, BLOCK_K = shape = (schedule.BLOCK_M, schedule.BLOCK_N, schedule.BLOCK_K)
-    out_tma = tma and out_dtype == x.dtype and out.shape[1] * out.element_size() % 16 == 0
+    out_tma = tma and out_dtype == x.dtype and len(outs) == 1 and stride * out.element_size() % 16 == 0
     if tma:
         x = TensorDescriptor.from_tensor(x, [BLOCK_M, BLOCK_K])
         weight = TensorDescriptor.from_tensor(weight, [BLOCK_N, BLOCK_K])
-    target = TensorDescriptor.from_tensor(out, [BLOCK_M, BLOCK_N // width]) if out_tma else out
+    target = TensorDescriptor.from_tensor(out, [BLOCK_M, BLOCK_N // width]) if out_tma else tuple(outs)
     linear_kernel[(min(tiles * (leaves if split else 1), programs),)](
-        x, weight, bias, target, partial, arrived, M, N, K, leaves, length, split, gated, tma, out_tma, *shape,
+        x, weight, bias, target, partial, arrived, M, N, K, leaves, length, split, gated, tma, out_tma, stride, *shape,
         schedule.GROUP_M, "ieee", num_warps=schedule.num_warps, num_stages=schedule.num_stages,
         enable_fp_fusion=False)
     return out

@@ -41,6 +41,9 @@ def source(kernel: JITFunction, bound: dict) -> tuple[ASTSource, dict]:
             signature[param.name], constants[param.name] = "constexpr", value
         elif isinstance(value, TensorDescriptor):
             signature[param.name] = f"tensordesc<{TYPES[value.base.dtype][1:]}{list(value.block_shape)}>"
+        elif isinstance(value, tuple):  # of tensors
+            signature[param.name] = tuple(TYPES[one.dtype] for one in value)
+            attributes |= {(i, j): [["tt.divisibility", 16]] for j in range(len(value))}
         elif isinstance(value, torch.Tensor):
             signature[param.name] = TYPES[value.dtype]
             attributes[(i,)] = [["tt.divisibility", 16]]
@@ -65,7 +68,10 @@ def launch_table(table: tiles.Schedules, rows: int) -> None:
         for one in next(kinds for bound, *kinds in table.linear if bound >= rows)[leaves > 1]:
             if one.fits(dtype.itemsize):
                 bias = meta(N) if N == 6144 else None
-                linear.linear(meta(rows, K), meta(N, K), bias, leaves, dtype, one, arrived, gated=gated)
+                width = N // (1 + gated)
+                shares = [meta(rows, 2 * width, dtype=dtype)[:, :width] for _ in range(2)]  # of two ranks
+                for out in (None, shares):
+                    linear.linear(meta(rows, K), meta(N, K), bias, leaves, dtype, one, arrived, out, gated)
     for gated in (False, True):
         linear.linear(meta(rows, 576, dtype=torch.float32), meta(960, 576, dtype=torch.float32), None, 1,
                       torch.float32, table.linear_for(rows, 960, 1, 4), arrived, gated=gated)
@@ -84,7 +90,8 @@ def launch_table(table: tiles.Schedules, rows: int) -> None:
         cache = meta(100, 8, 64, D, dtype=dtype)
         decodes, prefill = table.attention_for(D * dtype.itemsize)
         for decode in decodes:
-            attention.paged_attention(meta(rows, 32, D, dtype=dtype), cache, cache, one, 0.1, decode, prefill)
+            for out in (None, [meta(rows, 64 * D, dtype=dtype)[:, : 32 * D] for _ in range(2)]):
+                attention.paged_attention(meta(rows, 32, D, dtype=dtype), cache, cache, one, 0.1, decode, prefill, out)
     logits = meta(rows, 151936, dtype=torch.float32)
     logprobs.logprobs(logits, meta(rows, dtype=torch.int64), 4)
     sample.argmax(logits)

@@ -2,13 +2,15 @@
 
 import itertools
 import json
+import multiprocessing
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from types import SimpleNamespace
 
 import numpy as np
@@ -79,13 +81,34 @@ def test_what_cannot_be_dealt_is_refused_by_name(size, overrides, named, tmp_pat
         engine(write_config(tmp_path, QWEN3 | overrides), size)
 
 
-@pytest.mark.parametrize("gpus", [["A"], ["A", "B", "B"], ["B", "A", "A", "B"]])
-def test_gpus_must_be_there_and_of_one_kind(gpus, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
-    monkeypatch.setattr(torch.cuda, "get_device_name", gpus.__getitem__)
-    llm = SimpleNamespace(device=torch.device("cuda", 0))
-    with pytest.raises(ValueError, match=re.escape(f"takes as many GPUs of one kind; here are {gpus[:2]}")):
-        parallel.Ranks(2).start(llm, {})
+def test_gpus_must_be_there(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    with pytest.raises(ValueError, match="tensor_parallel_size 3 takes as many GPUs; here are 2"):
+        parallel.Ranks(3).start(SimpleNamespace(device=torch.device("cuda", 1)), {})
+
+
+def connect_all(names: list[str], monkeypatch) -> list[str]:
+    """What `connect` says on ranks whose GPUs have these names; threads stand for processes."""
+    pairs = [multiprocessing.Pipe() for _ in names[1:]]
+    ranks = [parallel.Ranks(len(names)), *(parallel.Ranks(len(names), i, far) for i, (_, far) in enumerate(pairs, 1))]
+    ranks[0].pipes = [near for near, _ in pairs]
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names[device.index])
+
+    def connect(rank: parallel.Ranks) -> str:
+        try:
+            return str(rank.connect(torch.device("cuda", rank.rank), [1]))
+        except (ValueError, OSError, EOFError) as error:
+            with suppress(OSError):  # rank 0 may be gone
+                rank.pipe.send(str(error)) if rank.pipe else [pipe.close() for pipe in rank.pipes]
+            return str(error)
+
+    with ThreadPoolExecutor() as threads:
+        return list(threads.map(connect, ranks))
+
+
+@pytest.mark.parametrize("names", [["A", "B"], ["B", "A"], ["A", "A", "B"], ["B", "A", "A", "B"]])
+def test_gpus_must_be_of_one_kind(names, monkeypatch):
+    assert "takes GPUs of one kind" in connect_all(names, monkeypatch)[0]
 
 
 @pytest.mark.parametrize("size", [2, 3, 8, 16])
@@ -197,7 +220,7 @@ def serve(llm: LLM, batched=True, chunked=False, warm=False, tiny=False, seeded=
 
 
 def engine(folder, size=1, **options) -> LLM:
-    load = {} if folder == "models/embedded" else {"load_format": "dummy"}
+    load = {} if os.path.exists(f"{folder}/model.safetensors") else {"load_format": "dummy"}
     return LLM(folder, **{"device": "cpu", "progress": False, "num_gpu_blocks_override": 64, "max_num_seqs": 16,
                           "tensor_parallel_size": size} | load | options)
 
@@ -349,6 +372,28 @@ def test_no_orphan_outlives_rank_0(serving):
     process.wait()
     assert_gone(everyone)
     assert process.stderr.read() == ""
+
+
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+@needs_proc
+def test_ranks_of_torchrun():
+    prompt = ["engine.py", "--device", "cpu", "--prompt", "Once", "--max-tokens", "9", "--temperature", "0", "--json"]
+    alone, launched = start(prompt), start([*TORCHRUN, *prompt, "--tensor-parallel-size", "2"])
+    everyone = of_session(launched.pid)
+    assert launched.wait(timeout=120) == 0 == alone.wait(timeout=60)
+    found, expected = (json.loads(process.stdout.read()) for process in (launched, alone))
+    assert all(found[name] == expected[name] for name in ("text", "logprobs", "fingerprint"))
+    assert "x 2 by torch.distributed" in launched.stderr.read()
+    assert_gone(everyone)
+
+
+def test_torchrun_has_other_ranks_than_asked_for(monkeypatch, tmp_path):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match="torchrun started 3 processes"):
+        engine(write_config(tmp_path, QWEN3), 2)
+    assert engine(write_config(tmp_path, QWEN3)).ranks.size == 1  # a training script's own engine
 
 
 @needs_proc

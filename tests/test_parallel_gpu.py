@@ -6,14 +6,17 @@ import time
 
 import pytest
 import torch
+from conftest import ROOT
 from test_parallel import (
     LLAMA,
     QWEN3,
     QWEN3_8B,
     SERVE,
+    TORCHRUN,
     assert_gone,
     cells,
     engine,
+    needs_proc,
     of_session,
     serve,
     start,
@@ -27,14 +30,14 @@ BIG = QWEN3_8B | {"num_hidden_layers": 4, "tie_word_embeddings": False}
 several = pytest.mark.skipif(COUNT < 2, reason="needs two GPUs")
 
 
-def compare(folder, size: int, chosen: list[dict], **options) -> None:
+def compare(folder, size: int, chosen: list[dict], through: str = "symmetric memory", **options) -> None:
     alone = engine(folder, device="cuda")
     expected = {seeded: serve(alone, batched=False, seeded=seeded) for seeded in (False, True)}
     fingerprint = alone.fingerprint
     del alone
     torch.cuda.empty_cache()
     llm = engine(folder, size, device="cuda", **options)
-    assert llm.fingerprint == fingerprint
+    assert llm.fingerprint == fingerprint and llm.model.exchange.name == through
     for cell in chosen:
         assert serve(llm, **cell) == expected[cell["seeded"]], cell
     del llm  # in the middle of a step that outlived its requests, perhaps
@@ -51,6 +54,33 @@ def test_ranks_change_no_bit(size, name, eager, tmp_path):
     folder = "models/embedded" if name == "embedded" else write_config(
         tmp_path / name, {"tiny": QWEN3, "llama": LLAMA, "qwen3-8b": BIG}[name])
     compare(folder, size, cells(), enforce_eager=eager)
+
+
+@several
+@pytest.mark.parametrize("name", ["whole-qwen3-8b", "SmolLM2"])
+def test_whole_models(name, tmp_path):
+    folder = ROOT / "models/SmolLM2-135M-Instruct"
+    if name == "SmolLM2" and not folder.exists():
+        pytest.skip("python tools/smollm2.py makes it")
+    whole = BIG | {"num_hidden_layers": 36}
+    compare(folder if name == "SmolLM2" else write_config(tmp_path / name, whole), 2, cells())
+
+
+@several
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+def test_where_gpus_do_not_reach_each_other(eager, tmp_path, monkeypatch):
+    monkeypatch.setenv("SAMEBITS_SYMMETRIC_MEMORY", "0")
+    compare(write_config(tmp_path / "model", BIG), 2, cells()[:3], "torch.distributed", enforce_eager=eager)
+
+
+@several
+@needs_proc
+def test_ranks_of_torchrun():
+    prompt = ["engine.py", "--prompt", "Once", "--max-tokens", "50", "--temperature", "0"]
+    alone, launched = start(prompt), start([*TORCHRUN, *prompt, "--tensor-parallel-size", "2"])
+    assert launched.wait(timeout=120) == 0 == alone.wait(timeout=120)
+    assert launched.stdout.read() == alone.stdout.read() != ""
+    assert "x 2 by symmetric memory" in launched.stderr.read()
 
 
 @several
@@ -76,5 +106,5 @@ def test_the_command_line_ends_silently():
 
 
 def test_more_ranks_than_gpus(tmp_path):
-    with pytest.raises(ValueError, match="takes as many GPUs of one kind"):
+    with pytest.raises(ValueError, match="takes as many GPUs"):
         engine(write_config(tmp_path, BIG), COUNT + 1 if COUNT < 8 else 16, device="cuda")

@@ -13,8 +13,9 @@ from kernels.tiles import KV_SPLIT, KV_TILE, AttentionSchedule
 
 
 @triton.jit
-def merge(m_total, l_total, acc_total, m, l, acc):
+def merge(total, m, l, acc):
     """Add one split to the running result, in position order. An empty split (m = -inf) is an exact no-op."""
+    m_total, l_total, acc_total = total
     m_new = tl.maximum(m_total, m)
     m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
     a = tl.exp2(m_total - m_safe)
@@ -23,46 +24,17 @@ def merge(m_total, l_total, acc_total, m, l, acc):
 
 
 @triton.jit
-def end_split(m, l, acc, m_total, l_total, acc_total, partial_ml_ptr, partial_acc_ptr, row, mask_m,
-              PARTIAL: tl.constexpr, HEAD_DIM: tl.constexpr):
+def end_split(total, m, l, acc, partial_ml_ptr, partial_acc_ptr, row, mask_m, PARTIAL: tl.constexpr):
     """Hand over a finished split: to the running total, or through memory to `merge_kernel`."""
     l = tl.max(l, 1)  # 16 equal columns
     if PARTIAL:
         tl.store(partial_ml_ptr + row * 2, m, mask=mask_m)
         tl.store(partial_ml_ptr + row * 2 + 1, l, mask=mask_m)
-        tl.store(partial_acc_ptr + row[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :], acc, mask=mask_m[:, None])
+        acc_ptrs = partial_acc_ptr + row[:, None] * acc.shape[1] + tl.arange(0, acc.shape[1])[None, :]
+        tl.store(acc_ptrs, acc, mask=mask_m[:, None])
     else:
-        m_total, l_total, acc_total = merge(m_total, l_total, acc_total, m, l, acc)
-    return m_total, l_total, acc_total
-
-
-@triton.jit
-def attend_tile(q, k, v, mask, scale_log2e, ones, m, l, acc, m_total, l_total, acc_total, partial_ml_ptr,
-                partial_acc_ptr, row, mask_m, fresh, MASKED: tl.constexpr, PARTIAL: tl.constexpr,
-                HEAD_DIM: tl.constexpr, PRECISION: tl.constexpr):
-    """One step of the online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) over a tile of KV_TILE keys.
-
-    `fresh`: the tile begins a split, and the split before is handed over. That happens only after q k^T: then the last
-    tile's p v runs beside it on the tensor cores, and the loop over tiles never drains at the end of a split."""
-    scores = tl.dot(q, k.T, input_precision=PRECISION)  # [BLOCK_M, KV_TILE]
-    if MASKED:
-        scores = tl.where(mask, scores, float("-inf"))
-    m_old = tl.where(fresh, float("-inf"), m)
-    m_new = tl.maximum(m_old, tl.max(scores, 1) * scale_log2e)
-    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p = tl.exp2(tl.fma(scores, scale_log2e, -m_safe[:, None])).to(v.dtype)
-    alpha = tl.exp2(m_old - m_safe)[:, None]
-    if fresh:
-        # Nothing but m for any finite score; but the compiler may not move what waits for p v ahead of q k^T.
-        m_ended = tl.where(m_safe == float("inf"), m_safe, m)
-        m_total, l_total, acc_total = end_split(m_ended, l, acc, m_total, l_total, acc_total, partial_ml_ptr,
-                                                partial_acc_ptr, row, mask_m, PARTIAL, HEAD_DIM)
-        l = tl.zeros_like(l)
-        acc = tl.zeros_like(acc)
-    # The row sum is a dot with ones: `tl.sum` would follow the layout, and so the schedule (design law 2).
-    l = tl.dot(p, ones, l * alpha, input_precision=PRECISION)
-    acc = tl.dot(p, v, acc * alpha, input_precision=PRECISION)
-    return m_new, l, acc, m_total, l_total, acc_total
+        total = merge(total, m, l, acc)
+    return total
 
 
 @triton.jit(do_not_specialize=["stride_table"])
@@ -97,40 +69,49 @@ def paged_attention_kernel(q_ptr, k_cache_ptr, v_cache_ptr, k_pages, v_pages, bl
         num_keys = first_pos + num_query  # keys that the last query of the item may see
         end = min(last_split * SPLIT, num_keys)
         # Tiles that every query of the item sees whole need no mask; with no FP fusion leaving it out changes no bit.
-        full_end = start
-        if SKIP_MASK:
-            full_end = max(start, min(end, first_pos + 1) // TILE * TILE)
+        full_end = max(start, min(end, first_pos + 1) // TILE * TILE) if SKIP_MASK else start
         table_ptr = block_tables_ptr + seq * stride_table
         q = tl.load(q_ptr + row_offs, mask=mask_m[:, None], other=0.0)
-
         m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         l = tl.zeros((BLOCK_M, 16), tl.float32)
         acc = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
-        m_total = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-        l_total = tl.zeros((BLOCK_M,), tl.float32)
-        acc_total = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
+        total = (m, tl.zeros((BLOCK_M,), tl.float32), acc)
         for MASKED in tl.static_range(2):
             for n in range(full_end if MASKED else start, end if MASKED else full_end, TILE):
                 page = (tl.load(table_ptr + n // TILE).to(tl.int64) * NUM_KV_HEADS + kv_head) * TILE
                 offs = (page + offs_n[:, None]) * HEAD_DIM + offs_d[None, :]
                 visible = (n + offs_n)[None, :] <= pos[:, None]
-                if MASKED:  # slots past num_keys were never written: 0 x NaN must not reach the sum
-                    written = (n + offs_n < num_keys)[:, None]
-                    k = tl.load(k_cache_ptr + offs, mask=written, other=0.0)
-                    v = tl.load(v_cache_ptr + offs, mask=written, other=0.0)
-                elif TMA:
+                if TMA and not MASKED:
                     k = k_pages.load([page.to(tl.int32), 0])
                     v = v_pages.load([page.to(tl.int32), 0])
-                else:
-                    k = tl.load(k_cache_ptr + offs)
-                    v = tl.load(v_cache_ptr + offs)
+                else:  # slots past num_keys were never written: 0 x NaN must not reach the sum
+                    written = (n + offs_n < num_keys)[:, None] if MASKED else True
+                    k = tl.load(k_cache_ptr + offs, mask=written, other=0.0)
+                    v = tl.load(v_cache_ptr + offs, mask=written, other=0.0)
                 row = ((first_row + (n - start) // SPLIT - 1) * NUM_KV_HEADS + kv_head) * GROUP + rows
-                m, l, acc, m_total, l_total, acc_total = attend_tile(
-                    q, k, v, visible, scale_log2e, ones, m, l, acc, m_total, l_total, acc_total, partial_ml_ptr,
-                    partial_acc_ptr, row, mask_m, (n % SPLIT == 0) & (n > start), MASKED, PARTIAL, HEAD_DIM, PRECISION)
+                fresh = (n % SPLIT == 0) & (n > start)  # this tile begins a split; `row` is of the one before
+                # One step of the online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867).
+                scores = tl.dot(q, k.T, input_precision=PRECISION)  # [BLOCK_M, TILE]
+                if MASKED:
+                    scores = tl.where(visible, scores, float("-inf"))
+                m_old = tl.where(fresh, float("-inf"), m)
+                m_new = tl.maximum(m_old, tl.max(scores, 1) * scale_log2e)
+                m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+                p = tl.exp2(tl.fma(scores, scale_log2e, -m_safe[:, None])).to(v.dtype)
+                alpha = tl.exp2(m_old - m_safe)[:, None]
+                # The split before is handed over only after q k^T: then its last p v runs beside that on the tensor
+                # cores, and the loop over tiles never drains at the end of a split.
+                if fresh:
+                    # m, for any finite score; but the compiler may not move what waits for p v ahead of q k^T.
+                    m_ended = tl.where(m_safe == float("inf"), m_safe, m)
+                    total = end_split(total, m_ended, l, acc, partial_ml_ptr, partial_acc_ptr, row, mask_m, PARTIAL)
+                    l, acc = tl.zeros_like(l), tl.zeros_like(acc)
+                # The row sum is a dot with ones: `tl.sum` would follow the layout, and so the schedule (design law 2).
+                l = tl.dot(p, ones, l * alpha, input_precision=PRECISION)
+                acc = tl.dot(p, v, acc * alpha, input_precision=PRECISION)
+                m = m_new
         row = ((first_row + (end - 1 - start) // SPLIT) * NUM_KV_HEADS + kv_head) * GROUP + rows
-        m_total, l_total, acc_total = end_split(m, l, acc, m_total, l_total, acc_total, partial_ml_ptr,
-                                                partial_acc_ptr, row, mask_m, PARTIAL, HEAD_DIM)
+        _, l_total, acc_total = end_split(total, m, l, acc, partial_ml_ptr, partial_acc_ptr, row, mask_m, PARTIAL)
         if not PARTIAL:
             result = (acc_total / l_total[:, None]).to(q.dtype)
             for i in tl.static_range(len(out)):
@@ -155,7 +136,7 @@ def merge_kernel(merges_ptr, counts_ptr, out, partial_ml_ptr, partial_acc_ptr, S
             m = tl.load(partial_ml_ptr + row * 2)
             l = tl.load(partial_ml_ptr + row * 2 + 1)
             acc = tl.load(partial_acc_ptr + row[:, None] * HEAD_DIM + offs_d[None, :])
-            m_total, l_total, acc_total = merge(m_total, l_total, acc_total, m, l, acc)
+            m_total, l_total, acc_total = merge((m_total, l_total, acc_total), m, l, acc)
         result = (acc_total / l_total[:, None]).to(out[0].dtype.element_ty)
         for i in tl.static_range(len(out)):
             tl.store(out[i] + token * STRIDE + head * HEAD_DIM + offs_d[None, :], result)
@@ -176,8 +157,7 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
     Reduction order: keys in tiles of KV_TILE from position 0, online softmax in tile order inside splits of KV_SPLIT
         at absolute positions, splits merged in position order; head_dim and tile sums are fp32 `tl.dot` chains.
     Schedule: BLOCK_M, warps, stages, masks on full tiles, who walks which splits; all may follow the batch."""
-    num_heads, head_dim = q.shape[1:]
-    num_kv_heads = k_cache.shape[1]
+    (_, num_heads, head_dim), num_kv_heads = q.shape, k_cache.shape[1]
     rows = triton.next_power_of_2(num_heads // num_kv_heads)  # of one query token
     outs = tuple(out or [torch.empty_like(q)])
     stride = outs[0].stride(0)

@@ -28,12 +28,10 @@ def logprobs_kernel(logits_ptr, token_ids_ptr, token_logprobs_ptr, top_ids_ptr, 
         x = tl.load(row_ptr + start + offs, mask=start + offs < V, other=float("-inf"))
         total += mass(x, peak, SCALE_BITS)
     log_total = tl.log(tl.sum(total, 0).to(tl.float64)) - SCALE_BITS * 0.6931471805599453
-    token = tl.load(token_ids_ptr + row).to(tl.int64)
-    chosen = tl.load(row_ptr + token)
+    chosen = tl.load(row_ptr + tl.load(token_ids_ptr + row).to(tl.int64))
     tl.store(token_logprobs_ptr + row, ((chosen - peak).to(tl.float64) - log_total).to(tl.float32))
     # The next of the top is the largest logit that comes after the previous one in (value, lowest id first) order.
-    last = float("inf")
-    last_id = -1
+    last, last_id = float("inf"), -1
     for i in range(TOP):
         best = tl.full((BLOCK,), float("-inf"), tl.float32)
         best_id = tl.full((BLOCK,), 2147483647, tl.int32)
@@ -44,11 +42,10 @@ def logprobs_kernel(logits_ptr, token_ids_ptr, token_logprobs_ptr, top_ids_ptr, 
             take = after & ((x > best) | (best_id == 2147483647))
             best = tl.where(take, x, best)
             best_id = tl.where(take, ids, best_id)
-        top = tl.max(best, 0)
-        last_id = tl.min(tl.where(best == top, best_id, 2147483647), 0)
-        last = top
+        last = tl.max(best, 0)
+        last_id = tl.min(tl.where(best == last, best_id, 2147483647), 0)
         tl.store(top_ids_ptr + row * TOP + i, last_id)
-        tl.store(top_logprobs_ptr + row * TOP + i, ((top - peak).to(tl.float64) - log_total).to(tl.float32))
+        tl.store(top_logprobs_ptr + row * TOP + i, ((last - peak).to(tl.float64) - log_total).to(tl.float32))
 
 
 def logprobs(logits: torch.Tensor, token_ids: torch.Tensor, top: int) -> tuple[torch.Tensor, ...]:
@@ -63,9 +60,7 @@ def logprobs(logits: torch.Tensor, token_ids: torch.Tensor, top: int) -> tuple[t
     M, V = logits.shape
     assert logits.is_contiguous() and logits.dtype == torch.float32 and top <= V
     token_logprobs = torch.empty(M, dtype=torch.float32, device=logits.device)
-    top_ids = torch.empty((M, top), dtype=torch.int32, device=logits.device)
-    top_logprobs = torch.empty((M, top), dtype=torch.float32, device=logits.device)
-    BLOCK = min(4096, triton.next_power_of_2(V))
-    logprobs_kernel[(M,)](logits, token_ids, token_logprobs, top_ids, top_logprobs, V, top, LOGPROB_SCALE_BITS, BLOCK,
-                          num_warps=8, enable_fp_fusion=False)
+    top_ids, top_logprobs = (token_logprobs.new_empty((M, top), dtype=t) for t in (torch.int32, torch.float32))
+    logprobs_kernel[(M,)](logits, token_ids, token_logprobs, top_ids, top_logprobs, V, top, LOGPROB_SCALE_BITS,
+                          min(4096, triton.next_power_of_2(V)), num_warps=8, enable_fp_fusion=False)
     return token_logprobs, top_ids, top_logprobs

@@ -24,8 +24,7 @@ def rotary_and_cache_kernel(qkv_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, positi
     row_ptrs = qkv_ptr + token * TOTAL * HEAD_DIM + head * HEAD_DIM + offs  # [HEADS, HALF]
     x1 = tl.load(row_ptrs, mask=head < TOTAL, other=0.0)
     x2 = tl.load(row_ptrs + HALF, mask=head < TOTAL, other=0.0)
-    a = x1.to(tl.float32)
-    b = x2.to(tl.float32)
+    a, b = x1.to(tl.float32), x2.to(tl.float32)
     if q_norm_ptr is not None:
         rstd = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / HEAD_DIM + eps)[:, None]
         w1 = tl.where(is_q, tl.load(q_norm_ptr + offs), tl.load(k_norm_ptr + offs))
@@ -42,12 +41,11 @@ def rotary_and_cache_kernel(qkv_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, positi
     tl.store(q_ptrs + HALF, r2, mask=is_q)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     if slot >= 0:  # padding rows of a CUDA graph have slot -1 and write no cache
-        page = slot // BLOCK_SIZE * NUM_KV_HEADS
-        k_ptrs = k_cache_ptr + ((page + head - NUM_HEADS) * BLOCK_SIZE + slot % BLOCK_SIZE) * HEAD_DIM + offs
+        page, place = slot // BLOCK_SIZE * NUM_KV_HEADS, slot % BLOCK_SIZE
+        k_ptrs = k_cache_ptr + ((page + head - NUM_HEADS) * BLOCK_SIZE + place) * HEAD_DIM + offs
         tl.store(k_ptrs, r1, mask=is_k)
         tl.store(k_ptrs + HALF, r2, mask=is_k)
-        v_head = page + head - NUM_HEADS - NUM_KV_HEADS
-        v_ptrs = v_cache_ptr + (v_head * BLOCK_SIZE + slot % BLOCK_SIZE) * HEAD_DIM + offs
+        v_ptrs = v_cache_ptr + ((page + head - NUM_HEADS - NUM_KV_HEADS) * BLOCK_SIZE + place) * HEAD_DIM + offs
         tl.store(v_ptrs, x1, mask=is_v)
         tl.store(v_ptrs + HALF, x2, mask=is_v)
 

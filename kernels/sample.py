@@ -100,15 +100,12 @@ def sample_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, 
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * V
     offs = tl.arange(0, BLOCK)
-    temperature = tl.load(temperature_ptr + row)
-    top_k = tl.load(top_k_ptr + row)
-    top_p = tl.load(top_p_ptr + row)
-    min_p = tl.load(min_p_ptr + row)
+    temperature, top_k = tl.load(temperature_ptr + row), tl.load(top_k_ptr + row)
+    top_p, min_p = tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
     peak = tl.full((BLOCK,), float("-inf"), tl.float32)
     for start in range(0, V, BLOCK):
         peak = tl.maximum(peak, tl.load(row_ptr + start + offs, mask=start + offs < V, other=float("-inf")))
     peak = tl.max(peak, 0)
-
     # 1. The cut: the lowest rank kept. It begins at -inf and the last id; ids past it, read as -inf, rank below.
     cut = rank(tl.full((), float("-inf"), tl.float32), V - 1, V)
     if top_k < V:
@@ -117,16 +114,13 @@ def sample_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, 
         kept = total_from(row_ptr, V, cut, peak, temperature, False, SCALE_BITS, BLOCK)
         target = (kept >> 30) * top_p + (((kept & ((1 << 30) - 1)) * top_p) >> 30)
         cut = find_cut(row_ptr, V, cut, tl.maximum(target, 1), peak, temperature, False, SCALE_BITS, BLOCK)
-
     # 2. The race: the largest (x - peak) / temperature - log(E), noise by token id in quads of one Philox counter.
-    seed = tl.load(seed_ptr + row)
-    position = tl.load(position_ptr + row)
+    seed, position = tl.load(seed_ptr + row), tl.load(position_ptr + row)
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     best_id = tl.full((BLOCK,), NO_ID, tl.int32)
     for start in range(0, V, 4 * BLOCK):
         quad = start // 4 + offs
-        zero = tl.zeros((BLOCK,), tl.int32)
-        words = tl.philox(seed, quad, zero + position, zero, zero)
+        words = tl.philox(seed, quad, position, 0, 0)
         for j in tl.static_range(4):
             ids = quad * 4 + j
             x = tl.load(row_ptr + ids, mask=ids < V, other=float("-inf"))
@@ -159,7 +153,6 @@ def sample(logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor,
     M, V = logits.shape
     assert logits.is_contiguous() and logits.dtype == torch.float32
     out = torch.empty(M, dtype=torch.int64, device=logits.device)
-    BLOCK = min(4096, triton.next_power_of_2(V))
-    sample_kernel[(M,)](logits, temperature, top_k, top_p, min_p, seed, position, out, V, LOGPROB_SCALE_BITS, BLOCK,
-                        num_warps=16, enable_fp_fusion=False)
+    sample_kernel[(M,)](logits, temperature, top_k, top_p, min_p, seed, position, out, V, LOGPROB_SCALE_BITS,
+                        min(4096, triton.next_power_of_2(V)), num_warps=16, enable_fp_fusion=False)
     return out

@@ -38,8 +38,7 @@ class BlockManager:
         """(blocks, the root and their uids) of the longest cached prefix, whole blocks only, each owned once more.
 
         The last token is left to compute, its hidden state being wanted: a prompt cached whole matches a block less."""
-        blocks: list[int] = []
-        uids: list[object] = [("root", salt)]
+        blocks, uids = [], [("root", salt)]
         for end in range(KV_TILE, len(token_ids), KV_TILE):
             block, uid = self.index.get((uids[-1], tuple(token_ids[end - KV_TILE : end])), (None, None))
             if block is None:

@@ -92,7 +92,8 @@ class Runner:
             hidden_states = self.model.forward(replace(batch, logits_rows=None if scoring else rows), self.kv_cache)
             if scoring:
                 parts = hidden_states.split([seq.num_scheduled_tokens for seq in seqs])
-                prompt_logprobs = [self._score_prompt(seq, part) for seq, part in zip(seqs, parts, strict=True)]
+                prompt_logprobs = [self._score_prompt(seq, part) if seq.wants_prompt_logprobs else []
+                                   for seq, part in zip(seqs, parts, strict=True)]
                 hidden_states = hidden_states[rows]
             logits = self.model.logits(hidden_states) if sampling else None
         wait = self._choose(logits, sampling) if sampling else list
@@ -205,10 +206,8 @@ class Runner:
         return collect
 
     def _score_prompt(self, seq: Sequence, hidden_states: torch.Tensor) -> list[tuple[float, dict[int, float]]]:
-        """Logprobs of the prompt tokens that follow a sequence's rows of this step, if it asks for them: of those it
-        has not yet, since after a preemption the early rows come round again."""
-        if not seq.wants_prompt_logprobs:
-            return []
+        """Logprobs of the prompt tokens that follow a sequence's rows of this step: of those it has not yet, since
+        after a preemption the early rows come round again."""
         first = max(1, len(seq.prompt_logprobs))  # token 0 has no logprob
         last = min(seq.num_prompt_tokens, seq.num_computed_tokens + seq.num_scheduled_tokens + 1)
         found = []

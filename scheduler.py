@@ -57,8 +57,7 @@ class Scheduler:
     """Queues of waiting and running sequences over one `BlockManager`."""
 
     def __init__(self, blocks: BlockManager, max_num_seqs: int, max_num_batched_tokens: int):
-        self.blocks = blocks
-        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
+        self.blocks, self.max_num_seqs, self.max_num_batched_tokens = blocks, max_num_seqs, max_num_batched_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission
         self.num_preemptions = 0
@@ -66,9 +65,8 @@ class Scheduler:
     def schedule(self) -> list[Sequence]:
         """Choose this step's sequences, set their `num_scheduled_tokens`, allocate their blocks. Running ones go first,
         then waiting ones in order, until the tokens or the blocks run out. Empty only if no work is left to begin."""
-        budget = self.max_num_batched_tokens
+        budget, before = self.max_num_batched_tokens, self.num_preemptions
         scheduled: list[Sequence] = []
-        before = self.num_preemptions
         for seq in list(self.running):
             # Without blocks it was preempted by an older one in this very loop; computed, it waits for its last token.
             if seq.block_table and not seq.is_computed and budget > 0 and self._grant(seq, budget):

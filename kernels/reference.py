@@ -71,8 +71,7 @@ def rms_norm(x, weight, eps, residual=None):
 
 def linear(x, weight, bias, leaves, out_dtype, out=None):
     length = leaf_length(x.shape[1], leaves)
-    cuts = list(range(length, x.shape[1], length))
-    total, *rest = map(tiled_matmul, x.float().tensor_split(cuts, 1), weight.float().tensor_split(cuts, 1))
+    total, *rest = map(tiled_matmul, x.float().split(length, 1), weight.float().split(length, 1))
     for term in rest if bias is None else (*rest, bias.float()):
         total = total + term
     return total.to(out_dtype) if out is None else out.copy_(total)
@@ -119,8 +118,7 @@ class LockStep:
         index = (tokens[:, None, None] + row // group) * num_heads + head
         valid = row < counts[:, None, None] * group
         # [A, Hkv, R] into q and the result viewed as [-1, head_dim]; the result has one more row, for what no token is.
-        self.rows = torch.where(valid, index, 0)
-        self.destination = torch.where(valid, index, len(work.positions) * num_heads)
+        self.rows, self.destination = (torch.where(valid, index, i) for i in (0, len(work.positions) * num_heads))
         self.splits = []  # of each: its pages [A, T], rows of v not written, keys hidden
         end = -(-int(num_keys.max()) // KV_TILE) * KV_TILE
         for start in range(0, end, kv_split):
@@ -133,8 +131,7 @@ class LockStep:
 
     def attend(self, q, k_cache, v_cache, scale: float) -> torch.Tensor:
         """Outputs of all items' rows: [A * Hkv * R, head_dim], in the order of `destination`."""
-        dtype, D = q.dtype, q.shape[-1]
-        A, Hkv, R = self.rows.shape
+        (A, Hkv, R), D = self.rows.shape, q.shape[-1]
         rows = q.reshape(-1, D).index_select(0, self.rows.flatten()).view(A, 1, Hkv, R, D).float()
         total = None
         for pages, unwritten, hidden in self.splits:
@@ -147,7 +144,7 @@ class LockStep:
             # Running maxima, tile by tile: max is exact, so the exponentials of all tiles can be taken at once.
             running = scores.amax(-1, keepdim=True).cummax(1).values
             safe = running if total is None else running.masked_fill(running == -torch.inf, 0.0)
-            p = by_lanes(torch.exp2, scores.sub_(safe)).to(dtype).float().view(-1, R, KV_TILE)
+            p = by_lanes(torch.exp2, scores.sub_(safe)).to(q.dtype).float().view(-1, R, KV_TILE)
             # The sum of p goes beside the values, to be scaled alike.
             sums = torch.bmm(p, ONES[:, :KV_TILE].expand(len(p), KV_TILE, 8))[..., :1]
             acc, *rest = torch.cat([torch.bmm(p, v), sums], -1).view(A, T, Hkv, R, D + 1).unbind(1)
@@ -162,7 +159,7 @@ class LockStep:
                 last, acc = m_new, acc_old * a + acc * b
             total = last, acc
         acc = total[1].view(-1, D + 1)
-        return (acc[:, :D] / acc[:, D:]).to(dtype)
+        return (acc[:, :D] / acc[:, D:]).to(q.dtype)
 
 
 def paged_attention(q, k_cache, v_cache, work, scale, kv_split=KV_SPLIT):
@@ -191,18 +188,16 @@ def by_value(logits):
 
 def logprobs(logits, token_ids, top):
     peak = logits.amax(1, keepdim=True)
-    totals = mass(logits - peak).sum(1).tolist()
     logs = torch.tensor([math.log(t) - LOGPROB_SCALE_BITS * math.log(2) if t > 0 else math.nan  # NaN logits
-                         for t in totals], dtype=torch.float64)[:, None]
+                         for t in mass(logits - peak).sum(1).tolist()], dtype=torch.float64)[:, None]
     ids = torch.stack([by_value(row)[:top] for row in logits]) if top else token_ids.new_empty((len(logits), 0))
     values = (logits - peak).double() - logs
-    return (values.gather(1, token_ids[:, None])[:, 0].float(), ids.to(torch.int32), values.gather(1, ids).float())
+    return values.gather(1, token_ids[:, None])[:, 0].float(), ids.to(torch.int32), values.gather(1, ids).float()
 
 
 def argmax(logits):
-    peaks = logits.amax(1).tolist()  # NaN if a NaN is among them
     return torch.stack([torch.nonzero(row == peak)[0, 0] if peak > -math.inf else torch.tensor(NO_ID)
-                        for row, peak in zip(logits, peaks, strict=True)])
+                        for row, peak in zip(logits, logits.amax(1).tolist(), strict=True)])  # NaN if one is in it
 
 
 def philox(seed: int, position: int, num_quads: int) -> torch.Tensor:

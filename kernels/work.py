@@ -46,10 +46,8 @@ def plan_prefill(query_starts, query_lens, seq_lens, query_tile: int) -> np.ndar
         start, length, seq_len = int(query_starts[seq]), int(query_lens[seq]), int(seq_lens[seq])
         for offset in range(0, length, query_tile):
             count = min(query_tile, length - offset)
-            last = -(-(seq_len - length + offset + count) // KV_SPLIT)
-            items.append((seq, start + offset, count, 0, last, -1))
-    items.sort(key=lambda item: -item[4])
-    return np.array(items, np.int32).reshape(-1, ITEM_FIELDS)
+            items.append((seq, start + offset, count, 0, -(-(seq_len - length + offset + count) // KV_SPLIT), -1))
+    return np.array(sorted(items, key=lambda item: -item[4]), np.int32).reshape(-1, ITEM_FIELDS)
 
 
 def plan_decode(query_starts, query_lens, seq_lens, slots: int) -> tuple[np.ndarray, np.ndarray]:

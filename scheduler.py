@@ -73,9 +73,8 @@ class Scheduler:
                 scheduled.append(seq)
                 budget -= seq.num_scheduled_tokens
         # Victims come from the tail, behind all scheduled so far; then nobody is admitted: their blocks are spoken for.
-        while self.waiting and self.num_preemptions == before and len(self.running) < self.max_num_seqs and budget > 0:
-            if not self._admit(self.waiting[0], budget):
-                break  # first come, first served: nobody overtakes the head of the queue
+        while (self.waiting and self.num_preemptions == before and len(self.running) < self.max_num_seqs and budget > 0
+               and self._admit(self.waiting[0], budget)):  # first come, first served: nobody overtakes the first
             self.running.append(self.waiting.popleft())
             scheduled.append(self.running[-1])
             budget -= self.running[-1].num_scheduled_tokens

@@ -45,12 +45,11 @@ def paged_attention_kernel(q_ptr, k_cache_ptr, v_cache_ptr, k_pages, v_pages, bl
                            PARTIAL: tl.constexpr, BLOCK_M: tl.constexpr, SKIP_MASK: tl.constexpr, TMA: tl.constexpr,
                            PRECISION: tl.constexpr):
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
-    num_items = tl.load(counts_ptr + COUNT)
     rows = tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, TILE)
     offs_d = tl.arange(0, HEAD_DIM)
     ones = tl.full((TILE, 16), 1.0, q_ptr.dtype.element_ty)
-    for work in range(tl.program_id(0), num_items * NUM_KV_HEADS, tl.num_programs(0)):
+    for work in range(tl.program_id(0), tl.load(counts_ptr + COUNT) * NUM_KV_HEADS, tl.num_programs(0)):
         kv_head = work % NUM_KV_HEADS
         item_ptr = items_ptr + work // NUM_KV_HEADS * 6
         seq = tl.load(item_ptr).to(tl.int64)

@@ -25,8 +25,7 @@ def logprobs_kernel(logits_ptr, token_ids_ptr, token_logprobs_ptr, top_ids_ptr, 
     peak = tl.max(peak, 0)
     total = tl.zeros((BLOCK,), tl.int64)
     for start in range(0, V, BLOCK):
-        x = tl.load(row_ptr + start + offs, mask=start + offs < V, other=float("-inf"))
-        total += mass(x, peak, SCALE_BITS)
+        total += mass(tl.load(row_ptr + start + offs, mask=start + offs < V, other=float("-inf")), peak, SCALE_BITS)
     log_total = tl.log(tl.sum(total, 0).to(tl.float64)) - SCALE_BITS * 0.6931471805599453
     chosen = tl.load(row_ptr + tl.load(token_ids_ptr + row).to(tl.int64))
     tl.store(token_logprobs_ptr + row, ((chosen - peak).to(tl.float64) - log_total).to(tl.float32))
@@ -40,8 +39,7 @@ def logprobs_kernel(logits_ptr, token_ids_ptr, token_logprobs_ptr, top_ids_ptr, 
             x = tl.load(row_ptr + ids, mask=ids < V, other=float("-inf"))
             after = (ids < V) & ((x < last) | ((x == last) & (ids > last_id)))
             take = after & ((x > best) | (best_id == 2147483647))
-            best = tl.where(take, x, best)
-            best_id = tl.where(take, ids, best_id)
+            best, best_id = tl.where(take, x, best), tl.where(take, ids, best_id)
         last = tl.max(best, 0)
         last_id = tl.min(tl.where(best == last, best_id, 2147483647), 0)
         tl.store(top_ids_ptr + row * TOP + i, last_id)
@@ -51,8 +49,7 @@ def logprobs_kernel(logits_ptr, token_ids_ptr, token_logprobs_ptr, top_ids_ptr, 
 def logprobs(logits: torch.Tensor, token_ids: torch.Tensor, top: int) -> tuple[torch.Tensor, ...]:
     """Log-softmax of each row at one token, and at its `top` most likely tokens (ties to the lowest id).
 
-    logits: [num_rows, vocab_size] fp32, contiguous, finite or -inf
-    token_ids: [num_rows] int64
+    logits: [num_rows, vocab_size] fp32, contiguous, finite or -inf; token_ids: [num_rows] int64
     returns ([num_rows] fp32, [num_rows, top] int32, [num_rows, top] fp32)
 
     Reduction order: none; max is exact and the normaliser is an int64 sum of exp(x - max) * 2^44, its log in float64.

@@ -20,8 +20,7 @@ def rms_norm_kernel(x_ptr, residual_ptr, weight_ptr, out_ptr, eps, N: tl.constex
     mask = offs < N
     x = tl.load(x_ptr + row * N + offs, mask=mask, other=0.0)
     if residual_ptr is not None:
-        residual = tl.load(residual_ptr + row * N + offs, mask=mask, other=0.0)
-        x = (residual.to(tl.float32) + x.to(tl.float32)).to(x.dtype)
+        x = (tl.load(residual_ptr + row * N + offs, mask=mask, other=0.0).to(tl.float32) + x.to(tl.float32)).to(x.dtype)
         tl.store(residual_ptr + row * N + offs, x, mask=mask)
     weight = tl.load(weight_ptr + offs, mask=mask, other=0.0)
     x32 = x.to(tl.float32)
@@ -32,8 +31,7 @@ def rms_norm_kernel(x_ptr, residual_ptr, weight_ptr, out_ptr, eps, N: tl.constex
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
     """out = dtype(x * rsqrt(mean(x^2) + eps)) * weight; with a residual, x is first added to it, in place.
 
-    x: [num_tokens, N], contiguous, 16-byte aligned
-    weight: [N]
+    x: [num_tokens, N], contiguous, 16-byte aligned; weight: [N]
     residual: [num_tokens, N] or None; overwritten with dtype(residual + x)
     returns [num_tokens, N], dtype of x (Zhang and Sennrich 2019, arXiv:1910.07467)
 

@@ -153,10 +153,9 @@ class LockStep:
                 acc = acc * alpha + term
             last = running[:, -1]
             if total is not None:  # the merge, in position order; every row sees key 0, so the first is never empty
-                m_old, acc_old = total
-                m_new = torch.maximum(m_old, last)
-                a, b = by_lanes(torch.exp2, torch.cat([m_old, last], -1) - m_new).split(1, -1)
-                last, acc = m_new, acc_old * a + acc * b
+                m_new = torch.maximum(total[0], last)
+                a, b = by_lanes(torch.exp2, torch.cat([total[0], last], -1) - m_new).split(1, -1)
+                last, acc = m_new, total[1] * a + acc * b
             total = last, acc
         acc = total[1].view(-1, D + 1)
         return (acc[:, :D] / acc[:, D:]).to(q.dtype)

@@ -31,9 +31,8 @@ def rotary_and_cache_kernel(qkv_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, positi
         w2 = tl.where(is_q, tl.load(q_norm_ptr + HALF + offs), tl.load(k_norm_ptr + HALF + offs))
         a = round_mul(a * rstd, w1, x1.dtype).to(tl.float32)
         b = round_mul(b * rstd, w2, x1.dtype).to(tl.float32)
-    position = tl.load(positions_ptr + token).to(tl.int64)
-    cos = tl.load(cos_sin_ptr + position * HEAD_DIM + offs)
-    sin = tl.load(cos_sin_ptr + position * HEAD_DIM + HALF + offs)
+    cos_ptrs = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * HEAD_DIM + offs
+    cos, sin = tl.load(cos_ptrs), tl.load(cos_ptrs + HALF)
     r1 = (a * cos - b * sin).to(x1.dtype)
     r2 = (b * cos + a * sin).to(x1.dtype)
     q_ptrs = q_ptr + (token * NUM_HEADS + head) * HEAD_DIM + offs

@@ -61,10 +61,9 @@ def argmax(logits: torch.Tensor) -> torch.Tensor:
 @triton.jit
 def total_from(row_ptr, V, cut, peak, temperature, COUNT: tl.constexpr, SCALE_BITS: tl.constexpr, BLOCK: tl.constexpr):
     """Weight (1, or the mass at this temperature) of the entries of rank `cut` or higher."""
-    offs = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.int64)
     for start in range(0, V, BLOCK):
-        ids = start + offs
+        ids = start + tl.arange(0, BLOCK)
         x = tl.load(row_ptr + ids, mask=ids < V, other=float("-inf"))
         weight = tl.full((BLOCK,), 1, tl.int64) if COUNT else mass((x - peak) / temperature, 0.0, SCALE_BITS)
         total += tl.where(rank(x, ids, V) >= cut, weight, 0)
@@ -79,8 +78,7 @@ def find_cut(row_ptr, V, low, target, peak, temperature, COUNT: tl.constexpr, SC
     while low < high:
         middle = (low + high + 1) >> 1
         reached = total_from(row_ptr, V, middle, peak, temperature, COUNT, SCALE_BITS, BLOCK) >= target
-        low = tl.where(reached, middle, low)
-        high = tl.where(reached, high, middle - 1)
+        low, high = tl.where(reached, middle, low), tl.where(reached, high, middle - 1)
     return low
 
 
@@ -128,8 +126,7 @@ def sample_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, 
             keep = (rank(x, ids, V) >= cut) & (scaled >= min_p)
             score = tl.where(keep, scaled - log_exponential(words[j]), float("-inf"))
             take = score > best  # ids only rise: of equal scores the first stays
-            best = tl.where(take, score, best)
-            best_id = tl.where(take, ids, best_id)
+            best, best_id = tl.where(take, score, best), tl.where(take, ids, best_id)
     tl.store(out_ptr + row, tl.min(tl.where(best == tl.max(best, 0), best_id, NO_ID), 0).to(tl.int64))
 
 
@@ -141,10 +138,8 @@ def sample(logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor,
     Philox4x32-10 (Salmon et al. 2011) with key = seed, counter = (id // 4, position, 0, 0), word id % 4.
 
     logits: [num_rows, vocab_size] fp32, contiguous, finite or -inf, one finite at least
-    temperature: [num_rows] fp32 > 0
-    top_k: [num_rows] int64, vocab_size or more keeps all
-    top_p: [num_rows] int64, p * 2^30; 2^30 keeps all
-    min_p: [num_rows] fp32, log(min_p) at temperature; -inf keeps all
+    temperature: [num_rows] fp32 > 0; top_k: [num_rows] int64, of the largest (vocab_size or more: all)
+    top_p: [num_rows] int64, p * 2^30 (2^30: all); min_p: [num_rows] fp32, log(min_p) at temperature (-inf: all)
     seed: [num_rows] int64; position: [num_rows] int32, the index of the token being drawn in its sequence
     returns [num_rows] int64
 

@@ -113,14 +113,12 @@ class Scheduler:
     def launched(self, seqs: list[Sequence]) -> list[tuple[Sequence, int]]:
         """The step is under way, and what follows on the device comes after it: its tokens count as computed, and the
         r-th to be drawn gets a place, as id -1 - r. Returns each sequence with the number of its computed tokens."""
-        row = 0
         for seq in seqs:
             seq.num_computed_tokens += seq.num_scheduled_tokens
             seq.num_scheduled_tokens = 0
             self._cache_full_blocks(seq)
-            if seq.samples_this_step:
-                row += 1
-                seq.token_ids.append(-row)
+        for row, seq in enumerate([seq for seq in seqs if seq.samples_this_step], 1):
+            seq.token_ids.append(-row)
         return [(seq, seq.num_computed_tokens) for seq in seqs]
 
     def know(self, seq: Sequence, position: int, token: int) -> None:

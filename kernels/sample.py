@@ -138,7 +138,7 @@ def sample(logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor,
     Philox4x32-10 (Salmon et al. 2011) with key = seed, counter = (id // 4, position, 0, 0), word id % 4.
 
     logits: [num_rows, vocab_size] fp32, contiguous, finite or -inf, one finite at least
-    temperature: [num_rows] fp32 > 0; top_k: [num_rows] int64, of the largest (vocab_size or more: all)
+    temperature: [num_rows] fp32 > 0; top_k: [num_rows] int64 (vocab_size or more: all)
     top_p: [num_rows] int64, p * 2^30 (2^30: all); min_p: [num_rows] fp32, log(min_p) at temperature (-inf: all)
     seed: [num_rows] int64; position: [num_rows] int32, the index of the token being drawn in its sequence
     returns [num_rows] int64

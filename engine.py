@@ -93,13 +93,16 @@ class LLM:
                  max_num_batched_tokens: int | None = None, gpu_memory_utilization: float = 0.85,
                  num_gpu_blocks_override: int | None = None, enable_prefix_caching: bool = True,
                  enforce_eager: bool = False, async_scheduling: bool | None = None, ops: Ops | None = None,
-                 progress: bool = True, tensor_parallel_size: int = 1, _ranks: Ranks | None = None):
+                 progress: bool = True, tensor_parallel_size: int = 1, tp_style: str = "column",
+                 _ranks: Ranks | None = None):
         options = {name: value for name, value in locals().items() if name not in ("self", "_ranks")}
         for name in ("max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override", "tensor_parallel_size"):
             if options[name] is not None and options[name] < 1:
                 raise ValueError(f"{name} must be at least 1, got {options[name]}")
         if load_format not in ("auto", "dummy"):
             raise ValueError(f"unknown load_format {load_format!r}: use 'auto' or 'dummy'")
+        if tp_style not in ("column", "row"):
+            raise ValueError(f"unknown tp_style {tp_style!r}: use 'column' or 'row'")
         self.ranks = _ranks or Ranks(tensor_parallel_size)
         name = str(Path(__file__).parent / DEFAULT_MODEL) if str(model) == DEFAULT_MODEL else str(model)
         self.folder = checkpoint.resolve(name, revision)
@@ -114,7 +117,7 @@ class LLM:
         if max_model_len is not None and not 1 <= max_model_len <= limit:
             raise ValueError(f"max_model_len {max_model_len} must be between 1 and {limit}, the model's own limit")
         self.model = Model(self.config, self.ops, self.device, self.dtype, max_model_len or limit, self.ranks.rank,
-                           self.ranks.size)
+                           self.ranks.size, tp_style == "row" and self.ranks.size > 1)
         self.ranks.start(self, options | {"model": self.folder, "revision": None, "progress": False})
         if load_format == "dummy":
             self.model.load_dummy(progress)

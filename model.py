@@ -150,11 +150,8 @@ def rotary_table(config: ModelConfig, length: int) -> torch.Tensor:
     """[length, head_dim] fp32: cosines, then sines. Computed in float64 and rounded once, 64 positions a call, so
     that a row does not depend on how long the table is."""
     inverse, factor = rotary_frequencies(config)
-    rows = []
-    for start in range(0, length, 64):
-        angles = torch.arange(start, start + 64, dtype=torch.float64)[:, None] * inverse
-        rows.append((torch.cat([angles.cos(), angles.sin()], 1) * factor).float())
-    return torch.cat(rows)[:length].contiguous()
+    angles = (torch.arange(i, i + 64, dtype=torch.float64)[:, None] * inverse for i in range(0, length, 64))
+    return torch.cat([(torch.cat([a.cos(), a.sin()], 1) * factor).float() for a in angles])[:length].contiguous()
 
 
 @dataclass(frozen=True)
@@ -211,15 +208,17 @@ class Model:
     `num_kv_heads` are the rank's, `most_kv_heads` the most that one has; `exchange`: how to get the others' columns."""
 
     def __init__(self, config: ModelConfig, ops: Ops, device: torch.device, dtype: torch.dtype, max_model_len: int,
-                 rank: int = 0, size: int = 1):
+                 rank: int = 0, size: int = 1, by_rows: bool = False):
         self.config, self.ops, self.device, self.dtype = config, ops, device, dtype
-        self.rank, self.size, self.exchange, self.cuts = rank, size, None, shard(config, size)
+        self.rank, self.size, self.by_rows, self.exchange, self.cuts = rank, size, by_rows, None, shard(config, size)
         self.weights, self.whole = {}, {}
         c, D, cuts = config, config.head_dim, self.cuts
         self.num_heads, self.num_kv_heads = len(cuts.q[rank]) // D, len(cuts.kv[rank]) // D
         self.most_kv_heads = max(map(len, cuts.kv)) // D
-        whole_vocab = [range(c.vocab_size)] * size  # any rank may be asked for any token
-        self.embed_tokens = self._parameter(c.hidden_size, [("model.embed_tokens.weight", whole_vocab)])
+        hidden, heads, mlp_width = map(self._uncut, (c.hidden_size, c.num_heads * D, c.intermediate_size))
+        # Of the products that join what ranks have apart, each has its columns or, in the row style, its part of all.
+        joined = (hidden, cuts.q, cuts.intermediate_size) if by_rows else (cuts.hidden_size, heads, mlp_width)
+        self.embed_tokens = self._parameter([("model.embed_tokens.weight", self._uncut(c.vocab_size))], hidden)
         self.layers = []
         for i in range(c.num_layers):
             attn, mlp = f"model.layers.{i}.self_attn.", f"model.layers.{i}.mlp."
@@ -227,40 +226,46 @@ class Model:
             gate_up = [(mlp + "gate_proj", cuts.intermediate_size), (mlp + "up_proj", cuts.intermediate_size)]
             self.layers.append(SimpleNamespace(
                 input_layernorm=self._norm(f"model.layers.{i}.input_layernorm", c.hidden_size),
-                qkv_proj=self._linear(qkv, c.hidden_size, c.qkv_bias),
+                qkv_proj=self._linear(qkv, hidden, c.qkv_bias),
                 q_norm=self._norm(attn + "q_norm", D) if c.qk_norm else None,
                 k_norm=self._norm(attn + "k_norm", D) if c.qk_norm else None,
-                o_proj=self._linear([(attn + "o_proj", cuts.hidden_size)], c.num_heads * D, c.o_bias),
+                o_proj=self._linear([(attn + "o_proj", joined[0])], joined[1], c.o_bias),
                 post_attention_layernorm=self._norm(f"model.layers.{i}.post_attention_layernorm", c.hidden_size),
-                gate_up_proj=self._linear(gate_up, c.hidden_size, c.mlp_bias, in_turn=True),
-                down_proj=self._linear([(mlp + "down_proj", cuts.hidden_size)], c.intermediate_size, c.mlp_bias)))
+                gate_up_proj=self._linear(gate_up, hidden, c.mlp_bias, in_turn=True),
+                down_proj=self._linear([(mlp + "down_proj", joined[0])], joined[2], c.mlp_bias)))
         self.norm = self._norm("model.norm", c.hidden_size)
         if c.tie_word_embeddings:
             head = self.embed_tokens[cuts.vocab_size[rank].start : cuts.vocab_size[rank].stop]
             self.lm_head = Linear(head, None, leaf_count(c.vocab_size, c.hidden_size))
         else:
-            self.lm_head = self._linear([("lm_head", cuts.vocab_size)], c.hidden_size, False)
+            self.lm_head = self._linear([("lm_head", cuts.vocab_size)], hidden, False)
         self.cos_sin = rotary_table(c, max_model_len).to(device)
 
-    def _parameter(self, K: int | None, parts: list[tuple[str, list[range]]], in_turn: bool = False) -> torch.Tensor:
-        """One tensor [N, K] (or [N]) of the rank's rows of each (checkpoint name, cut), one below the other or in turn;
-        see `weights` and `whole`."""
-        rows = [cut[self.rank] for _, cut in parts]
-        shape = (sum(map(len, rows)),) if K is None else (sum(map(len, rows)), K)
+    def _parameter(self, parts: list[tuple[str, list[range]]], inputs: list[range] | None,
+                   in_turn: bool = False) -> torch.Tensor:
+        """One tensor [N, K], or [N] without `inputs`, of the rank's rows of each (checkpoint name, cut), one below the
+        other or in turn, and its columns, by the cut `inputs`; see `weights` and `whole`."""
+        rows, columns = [cut[self.rank] for _, cut in parts], [inputs[self.rank]] if inputs else []
+        shape = sum(map(len, rows)), *map(len, columns)
         tensor = torch.empty(shape, dtype=self.ops.weight_dtype(self.dtype), device=self.device)
         views = tensor.unflatten(0, (-1, len(parts))).unbind(1) if in_turn else tensor.split(list(map(len, rows)))
         for (name, cut), own, view in zip(parts, rows, views, strict=True):
             self.weights[name] = view
-            self.whole[name] = (cut[-1].stop, *shape[1:]), slice(own.start, own.stop)
+            self.whole[name] = ((cut[-1].stop, *[c[-1].stop for c in [inputs] if c]),
+                                tuple(slice(r.start, r.stop) for r in (own, *columns)))
         return tensor
 
     def _norm(self, name: str, N: int) -> torch.Tensor:
-        return self._parameter(None, [(name + ".weight", [range(N)] * self.size)])
+        return self._parameter([(name + ".weight", self._uncut(N))], None)
 
-    def _linear(self, parts: list[tuple[str, list[range]]], K: int, has_bias: bool, in_turn: bool = False) -> Linear:
-        weight = self._parameter(K, [(name + ".weight", cut) for name, cut in parts], in_turn)
-        bias = self._parameter(None, [(name + ".bias", cut) for name, cut in parts], in_turn) if has_bias else None
-        return Linear(weight, bias, leaf_count(sum(cut[-1].stop for _, cut in parts), K))
+    def _uncut(self, N: int) -> list[range]:
+        return [range(N)] * self.size
+
+    def _linear(self, parts: list[tuple[str, list[range]]], inputs: list[range], has_bias: bool,
+                in_turn: bool = False) -> Linear:
+        weight = self._parameter([(name + ".weight", cut) for name, cut in parts], inputs, in_turn)
+        bias = self._parameter([(name + ".bias", cut) for name, cut in parts], None, in_turn) if has_bias else None
+        return Linear(weight, bias, leaf_count(sum(cut[-1].stop for _, cut in parts), inputs[-1].stop))
 
     def forward(self, batch: Batch, kv_cache: torch.Tensor) -> torch.Tensor:
         """Hidden states after the final norm, of `batch.logits_rows`: [num_logits, hidden_size].
@@ -285,9 +290,9 @@ class Model:
 
     def exchanged_bytes(self, num_tokens: int, num_seqs: int) -> list[int]:
         """The most that exchanges of a step carry, by buffer: ODD, EVEN, LOGITS."""
-        c, rows, size = self.config, max(num_tokens, num_seqs), self.dtype.itemsize
-        return [rows * max(c.num_heads * c.head_dim, c.intermediate_size) * size, rows * c.hidden_size * size,
-                max(num_seqs, LOGITS_SLAB) * c.vocab_size * 4]
+        c, rows = self.config, max(num_tokens, num_seqs)
+        sums, wide = rows * c.hidden_size * 4, max(c.num_heads * c.head_dim, c.intermediate_size) * self.dtype.itemsize
+        return [max(sums, rows * wide), sums, max(sums, max(num_seqs, LOGITS_SLAB) * c.vocab_size * 4)]
 
     def logits(self, hidden_states: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """[num_rows, hidden_size] -> [num_rows, vocab_size] fp32, into `out` if given."""
@@ -295,18 +300,32 @@ class Model:
         return self._whole(linear, cut, LOGITS, hidden_states, *self.lm_head, torch.float32, out=out)
 
     def _whole(self, op, cut: list[range], buffer: int, x: torch.Tensor, *args, out=None) -> torch.Tensor:
-        """op(x, ...), of which every rank computes its columns, with those of all."""
-        if self.exchange is None:
+        """op(x, ...), of which every rank computes its columns, with those of all. In the row style what the next
+        product joins stays apart, and that product's partial sums are added."""
+        if self.exchange is None or (self.by_rows and buffer == ODD):
             return op(x, *args) if out is None else op(x, *args, out)
+        if self.by_rows and buffer == EVEN:
+            weight, bias, leaves, dtype = args
+            compute = partial(op, x, weight, None, leaves, torch.float32)
+            return self.exchange.all_reduce(compute, len(x), cut, dtype, bias)
         dtype = torch.float32 if buffer == LOGITS else self.dtype
-        return self.exchange(partial(op, x, *args), len(x), cut, dtype, buffer, out)
+        return self.exchange.gather(partial(op, x, *args), len(x), cut, dtype, buffer, out)
 
     def load(self, checkpoint: Checkpoint, progress: bool = True) -> None:
         """Stream a checkpoint into the parameters, in place. Raises ValueError, before anything is overwritten, naming
         the tensor that is missing, unexpected, of another shape or of a dtype that is no float."""
         tied = head, _ = "lm_head.weight", "model.embed_tokens.weight"
         copied = self.config.tie_word_embeddings and head in checkpoint.shapes  # allowed; compared, not loaded
-        check_names(checkpoint.shapes, self.whole | ({head: self.whole[tied[1]]} if copied else {}), head)
+        expected = self.whole | ({head: self.whole[tied[1]]} if copied else {})
+        for name, (shape, _) in expected.items():
+            if name not in checkpoint.shapes:
+                hint = " (tie_word_embeddings is false: an untied head must be in the checkpoint)" * (name == head)
+                raise ValueError(f"tensor {name} is missing from the checkpoint{hint}")
+            if tuple(checkpoint.shapes[name]) != shape:
+                raise ValueError(f"tensor {name} has shape {tuple(checkpoint.shapes[name])}, the config says {shape}")
+        for name in checkpoint.shapes:
+            if name not in expected and not name.endswith("rotary_emb.inv_freq"):
+                raise ValueError(f"unexpected tensor {name} in the checkpoint: the config has no place for it")
         for name, dtype in checkpoint.dtypes.items():
             if dtype not in FLOATS and dtype not in DTYPES.values():
                 raise ValueError(f"tensor {name} has dtype {dtype}: samebits loads {', '.join(sorted(FLOATS))}")
@@ -335,16 +354,3 @@ class Model:
                 mean, std = 0.0, gain / (shape[-1] ** 0.5 if len(shape) == 2 else 10.0)
             whole = torch.empty(shape, dtype=torch.float32, device=self.device)
             self.weights[name].copy_(whole.normal_(mean, std, generator=generator)[rows].to(self.dtype))
-
-
-def check_names(shapes: dict[str, tuple], expected: dict[str, tuple], head: str) -> None:
-    """The checkpoint's tensors must be the model's, name for name and shape for shape."""
-    for name, (shape, _) in expected.items():
-        if name not in shapes:
-            hint = " (tie_word_embeddings is false: an untied head must be in the checkpoint)" if name == head else ""
-            raise ValueError(f"tensor {name} is missing from the checkpoint{hint}")
-        if tuple(shapes[name]) != shape:
-            raise ValueError(f"tensor {name} has shape {tuple(shapes[name])}, the config says {shape}")
-    for name in shapes:
-        if name not in expected and not name.endswith("rotary_emb.inv_freq"):
-            raise ValueError(f"unexpected tensor {name} in the checkpoint: the config has no place for it")

@@ -52,16 +52,14 @@ class Ranks:
         if self.rank or self.size == 1:
             return
         first, spawn = llm.device.index, get_context("spawn")
-        count = self.size if self.store or first is None else torch.cuda.device_count() - first
-        if count < self.size:
+        if not (self.store or first is None) and (count := torch.cuda.device_count() - first) < self.size:
             raise ValueError(f"tensor_parallel_size {self.size} takes as many GPUs; here are {count}")
         for rank in range(1, 1 if self.store else self.size):
             pipe, far_end = spawn.Pipe()
             self.pipes.append(pipe)
-            process = spawn.Process(target=run, args=(rank, far_end, first, options), daemon=True)
-            self.processes.append(process)
-            process.start()
-            self.watches.append(threading.Thread(target=self._watch, args=(rank, process, far_end), daemon=True))
+            self.processes.append(spawn.Process(target=run, args=(rank, far_end, first, options), daemon=True))
+            self.watches.append(threading.Thread(target=self._watch, args=(rank, far_end), daemon=True))
+            self.processes[-1].start()
             self.watches[-1].start()
         util.Finalize(llm, self.close, exitpriority=1)  # at the end of the program: before Python ends its children
 
@@ -97,13 +95,13 @@ class Ranks:
             port = self.least(own.port if own else 1 << 16)
             self.store = own or dist.TCPStore("127.0.0.1", port, is_master=False)
         one_host = not launched or os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
+        peers = {*range(torch.cuda.device_count())} - {device.index}
         usable = cuda and one_host and os.environ.get("SAMEBITS_SYMMETRIC_MEMORY") != "0" and all(
-            torch.cuda.can_device_access_peer(device.index, peer)
-            for peer in range(device.index - self.rank, device.index - self.rank + self.size) if peer != device.index)
+            torch.cuda.can_device_access_peer(device.index, peer) for peer in peers)
         if self.least(int(usable)):
             return SymmetricMemory(self.rank, self.size, device, self.store, num_bytes)
         self.group = (dist.ProcessGroupNCCL if cuda else dist.ProcessGroupGloo)(self.store, self.rank, self.size)
-        return Group(self.rank, self.group)
+        return Group(self.rank, self.size, self.group)
 
     def follow(self, llm) -> None:
         """As another rank than 0, do what it tells, and end the process with it."""
@@ -120,8 +118,8 @@ class Ranks:
             try:
                 if broken:
                     time.sleep(0.5)  # if this is but the echo of a death, `_watch` ends the program meanwhile
-                elif torch.cuda.is_initialized():
-                    torch.cuda.synchronize()  # a step may outlive its requests, and takes all ranks
+                if torch.cuda.is_initialized() and not (broken and self.group):
+                    self._finish_exchanges()
                 self.pipes.clear()  # from here on a death is no accident
                 if self.group and self.runner:
                     self.runner.use_cache(None)
@@ -132,11 +130,21 @@ class Ranks:
                     process.kill()
                     watch.join()  # it reaps the process; a thread that outlives the interpreter would abort it
 
-    def _watch(self, rank: int, process, far_end: connection.Connection) -> None:
+    def _finish_exchanges(self) -> None:
+        """Wait for this GPU, which may be waiting for others: a step outlives its requests, and takes all ranks."""
+        done, deadline = torch.cuda.current_stream().record_event(), time.monotonic() + 20
+        while not done.query():
+            if time.monotonic() > deadline:  # it would wait for ever, and so would whoever uses it next
+                print("error: a rank failed in the middle of an exchange", file=sys.stderr, flush=True)
+                os._exit(1)
+            time.sleep(0.001)
+
+    def _watch(self, rank: int, far_end: connection.Connection) -> None:
         """End the program with a rank, for which the others would wait. (An open `far_end` lets nobody else notice.)"""
-        process.join()
+        self.processes[rank - 1].join()
         if self.pipes:
-            print(f"error: rank {rank} died (exit code {process.exitcode})", file=sys.stderr, flush=True)
+            exit_code = self.processes[rank - 1].exitcode
+            print(f"error: rank {rank} died (exit code {exit_code})", file=sys.stderr, flush=True)
             os._exit(1)
 
 
@@ -151,8 +159,7 @@ def run(rank: int, pipe: connection.Connection, first_gpu: int | None, options: 
         from engine import LLM
         LLM(**options, _ranks=Ranks(options["tensor_parallel_size"], rank, pipe))
     except BaseException as error:
-        said = f"rank {rank} failed: {type(error).__name__}: {error}"
-        pipe.send(said)
+        pipe.send(said := f"rank {rank} failed: {type(error).__name__}: {error}")
         time.sleep(5)  # if rank 0 is starting, or fails likewise, it raises an error and ends this process
         print(f"error: {said}", file=sys.stderr, flush=True)
     os._exit(1)

@@ -71,7 +71,8 @@ def fingerprint_parts(llm, tensors: dict[str, torch.Tensor] | None = None) -> di
     weights = "dummy" if llm.load_format == "dummy" else (
         tensor_digest(tensors or llm.model.weights, llm.dtype) if llm.load_format == "updated"
         else weight_digest(llm.folder))
-    parts = {"numerics": numerics_hash(), "dtype": str(llm.dtype).removeprefix("torch."), "tp_style": "column",
+    parts = {"numerics": numerics_hash(), "dtype": str(llm.dtype).removeprefix("torch."),
+             "tp_style": f"row, {llm.ranks.size} ranks" if llm.model.by_rows else "column",
              "backend": llm.ops.name, "torch": torch.__version__.split("+")[0], "end_tokens": sorted(llm.eos_token_ids),
              "weights": weights, "config": hashlib.sha256(repr(llm.config).encode()).hexdigest()[:16]}
     if llm.device.type == "cuda":

@@ -22,7 +22,7 @@ SHAPES = {  # hidden size, MLP size, layers, heads, whether the head is the embe
 }
 FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "tie_word_embeddings")
 # Arguments of the engine that a bench may set.
-LIMITS = ("max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override", "tensor_parallel_size")
+LIMITS = ("max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override", "tensor_parallel_size", "tp_style")
 
 
 def model_options(name: str | None, on_gpu: bool) -> tuple[str, dict]:

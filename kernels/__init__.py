@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -91,6 +92,6 @@ def triton_ops(device: torch.device, schedule: str = "auto", table=None) -> Ops:
         return attention.paged_attention(q, k_cache, v_cache, work, scale, decode[many], prefill, **options)
 
     return Ops("triton", lambda dtype: dtype, embedding, norm.rms_norm, run_linear,
-               lambda *args: run_linear(*args, gated=True), rotary.rotary_and_cache, run_attention, logprobs.logprobs,
+               partial(run_linear, gated=True), rotary.rotary_and_cache, run_attention, logprobs.logprobs,
                sample.argmax, sample.sample, decode_programs=table.decode_programs,
                query_tile=lambda group, row_bytes: max(table.attention_for(row_bytes)[1].BLOCK_M, group) // group)

@@ -74,6 +74,19 @@ def test_where_gpus_do_not_reach_each_other(eager, tmp_path, monkeypatch):
 
 
 @several
+def test_row_style_is_equal_to_itself(tmp_path, monkeypatch):
+    folder = write_config(tmp_path / "model", BIG)
+    llm = engine(folder, 2, device="cuda", tp_style="row")
+    expected = {seeded: serve(llm, batched=False, seeded=seeded) for seeded in (False, True)}
+    for cell in cells():
+        assert serve(llm, **cell) == expected[cell["seeded"]], cell
+    del llm
+    monkeypatch.setenv("SAMEBITS_SYMMETRIC_MEMORY", "0")  # everything in one shot, by torch.distributed
+    llm = engine(folder, 2, device="cuda", tp_style="row", enforce_eager=True)
+    assert serve(llm, **cells()[0]) == expected[cells()[0]["seeded"]]
+
+
+@several
 @needs_proc
 def test_ranks_of_torchrun():
     prompt = ["engine.py", "--prompt", "Once", "--max-tokens", "50", "--temperature", "0"]

@@ -29,14 +29,12 @@ def build_parser() -> argparse.ArgumentParser:
     add("--chat", action="store_true", help="send each prompt as a user's message through the chat template")
     add("--system", metavar="TEXT", help="system message (with --chat)")
     add("--no-think", action="store_true", help="ask a thinking model (Qwen3) to answer at once (with --chat)")
-
     add = parser.add_argument_group("model").add_argument
     add("--model", default=DEFAULT_MODEL, help="checkpoint folder or Hub id (default: %(default)s)")
     add("--revision", help="branch, tag or commit of a Hub id")
     add("--device", choices=["auto", "cuda", "cpu"], default="auto")
     add("--dtype", choices=["auto", *DTYPES], default="auto", help="auto: the checkpoint's, on CPU float32")
     add("--load-format", choices=["auto", "dummy"], default="auto", help="dummy: random weights, to measure speed")
-
     add = parser.add_argument_group("sampling", "An answer is a function of prompt, model and these.").add_argument
     for parameter in fields(SamplingParams):
         if "help" in parameter.metadata:
@@ -46,7 +44,6 @@ def build_parser() -> argparse.ArgumentParser:
                 takes |= {"action": "extend", "nargs": "+"}
             add("--" + name, default=argparse.SUPPRESS, help=text, **takes)
     parser.set_defaults(max_tokens=512)  # the library's is the room left
-
     add = parser.add_argument_group("engine", "None changes an answer, but where it is cut off.").add_argument
     add("--schedule", choices=["auto", "reference"], default="auto", help="reference: one fixed kernel configuration")
     add("--max-model-len", type=int, metavar="N", help="longest prompt + output (default: what model and cache allow)")
@@ -59,31 +56,15 @@ def build_parser() -> argparse.ArgumentParser:
         "row: half the exchanges, and bits that are each number's own")
     add("--no-enable-prefix-caching", dest="enable_prefix_caching", action="store_false")
     add("--enforce-eager", action="store_true", help="no CUDA graphs")
-
     add = parser.add_argument_group("output").add_argument
     add("--json", action="store_true", help="one JSON object a completion: text, ids, logprobs (only shown here)")
     add("--receipt", metavar="FILE", help="write one JSON object a completion, with which --verify can check it")
     add("--trace", action="store_true", help="with --receipt: add a digest of every op's output, layer by layer")
-
     add = parser.add_argument_group("proof", "Instead of a prompt.").add_mutually_exclusive_group().add_argument
     add("--fingerprint", action="store_true", help="print the name of everything that may change bits, and its parts")
     add("--verify", metavar="FILE", help="replay every receipt of a file in one prefill each; exit code 1 if one fails")
     add("--selfcheck", action="store_true", help="compare schedules, and ways of serving this model, bit for bit")
     return parser
-
-
-def read_prompts(args: argparse.Namespace) -> list[str]:
-    """The prompts in order; stdin is read once, as one prompt (--prompt -) or as lines (--prompt-file -)."""
-    prompts = [sys.stdin.read() if text == "-" else text for text in args.prompt]
-    if args.prompt_file:
-        try:
-            with sys.stdin if args.prompt_file == "-" else open(args.prompt_file, encoding="utf-8") as lines:
-                prompts += [line.rstrip("\r\n") for line in lines if line.strip()]
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"cannot read --prompt-file {args.prompt_file}: {error}") from error
-    if not prompts:
-        raise ValueError("no prompt: give --prompt TEXT or --prompt-file FILE (see --help)")
-    return prompts
 
 
 def chosen(args: argparse.Namespace, constructor) -> dict:
@@ -107,7 +88,15 @@ def run(args: argparse.Namespace) -> int:
     if args.fingerprint or args.verify or args.selfcheck:
         from tools.proof import prove  # no other run needs it
         return prove(args, options)
-    prompts = read_prompts(args)
+    prompts = [sys.stdin.read() if text == "-" else text for text in args.prompt]  # what is piped in is one prompt
+    if args.prompt_file:
+        try:
+            with sys.stdin if args.prompt_file == "-" else open(args.prompt_file, encoding="utf-8") as lines:
+                prompts += [line.rstrip("\r\n") for line in lines if line.strip()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"cannot read --prompt-file {args.prompt_file}: {error}") from error
+    if not prompts:
+        raise ValueError("no prompt: give --prompt TEXT or --prompt-file FILE (see --help)")
     if args.receipt:
         open(args.receipt, "a").close()  # fails now, not after the work
     llm = LLM(**options)

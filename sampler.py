@@ -7,7 +7,6 @@ import hashlib
 import math
 import numbers
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import get_args
 
@@ -35,7 +34,6 @@ class SamplingParams:
     of max_tokens, the room left; of seed, one is drawn, and reported with the result. Cuts come in the order top_k,
     top_p, min_p, at temperature. Log-probabilities are of the model's own distribution: before temperature, penalties
     and cuts. logit_bias: token id -> value added to its logit."""
-
     max_tokens: int | None = option(None, "most tokens to generate (default: %(default)s)", 1)
     min_tokens: int = option(0, "end tokens and stop strings do not count before N", 0)
     temperature: float | None = option(None, "0 is greedy (default: generation_config.json's, else 1)", 0, 1e6)
@@ -102,25 +100,22 @@ def completion_seed(seed: int, index: int) -> int:
     return int.from_bytes(digest[:8], "big") >> 11 if index else seed
 
 
-def adjustments(seq) -> Iterator[tuple[int, float, float]]:
-    """(token id, repetition factor, amount added): what a sequence's penalties and biases do to its logits."""
-    p, output = seq.params, seq.token_ids[seq.num_prompt_tokens :]
-    repeated = set(seq.token_ids) if p.repetition_penalty != 1 else set()
-    counts = Counter(output) if p.presence_penalty or p.frequency_penalty else {}
-    banned = seq.stop_token_ids if len(output) < p.min_tokens else frozenset()
-    for token in repeated | set(counts) | set(p.logit_bias) | banned:
-        add = p.logit_bias.get(token, 0.0)
-        if token in counts:
-            add -= p.presence_penalty + p.frequency_penalty * counts[token]
-        yield token, p.repetition_penalty if token in repeated else 1.0, -math.inf if token in banned else add
-
-
 def adjust(logits: torch.Tensor, seqs: list) -> torch.Tensor:
     """A copy of `logits` with penalties, biases and bans applied; `logits` itself where no row asks for any. First
     repetition (divide a positive logit, multiply a negative one), then everything that is added."""
-    asking = [(i, seq) for i, seq in enumerate(seqs)
-              if seq.params.has_penalties or seq.params.min_tokens or seq.params.logit_bias]
-    entries = [(i, *entry) for i, seq in asking for entry in adjustments(seq) if entry[0] < logits.shape[1]]
+    entries = []  # (row, token id, repetition factor, amount added)
+    for i, (seq, p) in enumerate((seq, seq.params) for seq in seqs):
+        if p.has_penalties or p.min_tokens or p.logit_bias:
+            output = seq.token_ids[seq.num_prompt_tokens :]
+            repeated = set(seq.token_ids) if p.repetition_penalty != 1 else set()
+            counts = Counter(output) if p.presence_penalty or p.frequency_penalty else {}
+            banned = seq.stop_token_ids if len(output) < p.min_tokens else frozenset()
+            for token in repeated | set(counts) | set(p.logit_bias) | banned:
+                add = -math.inf if token in banned else p.logit_bias.get(token, 0.0)
+                if token in counts:
+                    add -= p.presence_penalty + p.frequency_penalty * counts[token]
+                entries.append((i, token, p.repetition_penalty if token in repeated else 1.0, add))
+    entries = [entry for entry in entries if entry[1] < logits.shape[1]]
     if not entries:
         return logits
     columns = upload(np.array(entries, np.float64).T.copy(), logits.device)  # exact for ids; factors round once
@@ -132,7 +127,6 @@ def adjust(logits: torch.Tensor, seqs: list) -> torch.Tensor:
 
 def choose(logits: torch.Tensor, seqs: list, ops: Ops) -> torch.Tensor:
     """The next token of each sequence: [num_seqs, vocab_size] fp32 logits -> [num_seqs] int64, without waiting for it.
-
     Of a sequence it reads `params`, `seed`, `token_ids` (their number is the new token's position),
     `num_prompt_tokens` and `stop_token_ids`. Greedy rows take the exact argmax and never touch noise; the others race.
     A row with a NaN or without a finite logit gets an id outside the vocabulary, which becomes its request's error."""

@@ -14,7 +14,6 @@ finally:
     sys.path.remove(_here)
 if Path(engine.__file__).parent != Path(_here):
     raise ImportError(f"samebits needs its own 'engine', but {engine.__file__} is already imported")
-
 from engine import LLM, CompletionOutput, RequestOutput, SamplingParams
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]

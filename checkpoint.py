@@ -37,8 +37,7 @@ def download(repo_id: str, revision: str | None) -> Path:
     name = repo_id if revision is None else f"{repo_id} at revision {revision}"
     tried = f"tried the folder {Path(repo_id).absolute()} and the hub"
     try:
-        others = ["*/*", "consolidated*"]  # the same weights once more, in other formats
-        wanted = ["*.safetensors", "*.json", "*.jinja"]
+        wanted, others = ["*.safetensors", "*.json", "*.jinja"], ["*/*", "consolidated*"]  # other formats of the same
         return Path(snapshot_download(repo_id, revision=revision, allow_patterns=wanted, ignore_patterns=others))
     except errors.GatedRepoError as error:
         raise ValueError(f"{name} is gated ({tried}): accept its terms there, then set HF_TOKEN") from error
@@ -68,7 +67,6 @@ def read_json(folder: Path, name: str) -> dict:
 
 class Checkpoint:
     """The safetensors files of one folder, checked against their index, and the tensors in them.
-
     files: those that count, in name order: the index's, else `model.safetensors`; others in the folder are ignored
     shapes, dtypes: by tensor name; a dtype as safetensors spells it ("BF16", "F32")
     Raises ValueError if files are absent, damaged, or at odds with the index, naming the file and the tensor."""

@@ -12,15 +12,12 @@ from datetime import datetime
 from functools import cached_property, partial
 from pathlib import Path
 
-import jinja2
 import tokenizers
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import Template, TemplateError, TemplateSyntaxError, ext, sandbox
 
 
 class Tokenizer:
     """The tokenizer of a checkpoint folder; its ids are those of transformers' AutoTokenizer.
-
     vocab_size: one more than the largest id; bos_token_id, eos_token_id: None where the settings name no such token
     special_token_ids: what `decode` leaves out by default. ValueError if a file is missing or cannot be read."""
 
@@ -39,12 +36,10 @@ class Tokenizer:
         self._backend.no_padding()
         # What the settings declare and tokenizer.json lacks, or has with other flags, is added, as transformers does.
         for _, fields in sorted(settings.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
-            token = tokenizers.AddedToken(**{key: fields[key] for key in fields if key != "__type"})
-            self._backend.add_tokens([token])
+            self._backend.add_tokens([tokenizers.AddedToken(**{key: fields[key] for key in fields if key != "__type"})])
         added = self._backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size = max(self._backend.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
-
         # "bos_token", "eos_token", ...: plain text, or a dict with its text under "content".
         named = ((key, value.get("content") if isinstance(value, dict) else value) for key, value in settings.items())
         self._named_tokens = {key: text for key, text in named if key.endswith("_token") and isinstance(text, str)}
@@ -106,21 +101,20 @@ class Tokenizer:
             raise ValueError(f"the chat template refused the messages: {type(error).__name__}: {error}") from error
 
     @cached_property
-    def _compiled_template(self) -> jinja2.Template:
+    def _compiled_template(self) -> Template:
         def raise_exception(message):
-            raise jinja2.TemplateError(message)
-
+            raise TemplateError(message)
         if self._template is None:
             raise ValueError(f"{self._folder} has no chat template; use a plain prompt, or add a chat_template.jinja")
         # `{% generation %}` marks what to train on; to render, it is a scope like any other.
         template = re.sub(r"(\{%[-+]?)\s*(end)?generation\s*([-+]?%\})", r"\1 \2with \3", self._template)
-        jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        env = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[ext.loopcontrols])
         # Jinja's own `tojson` sorts keys and escapes <, > and & for HTML.
-        jinja.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-        jinja.globals.update(raise_exception=raise_exception, strftime_now=lambda form: datetime.now().strftime(form))
+        env.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+        env.globals.update(raise_exception=raise_exception, strftime_now=lambda form: datetime.now().strftime(form))
         try:
-            return jinja.from_string(template)
-        except jinja2.TemplateSyntaxError as error:
+            return env.from_string(template)
+        except TemplateSyntaxError as error:
             raise ValueError(f"{self._folder}: chat template, line {error.lineno}: {error.message}") from error
 
 

@@ -36,7 +36,6 @@ NOTHING = (list, ())  # no step in flight: no results to wait for, and no sequen
 @dataclass
 class CompletionOutput:
     """One completion so far: `text` is all of it, `delta` what the last step added; one of `logprobs` a token."""
-
     index: int
     seed: int
     text: str = ""
@@ -51,7 +50,6 @@ class CompletionOutput:
 @dataclass
 class RequestOutput:
     """A request as it stands. `error` says why it could not run (it has no outputs then); `timings` are seconds."""
-
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
@@ -67,25 +65,22 @@ class RequestOutput:
 @dataclass
 class Request:
     """A live request: its sequences and, if there is a tokenizer, their detokenizers."""
-
     output: RequestOutput
-    seqs: list[Sequence]
-    detokenizers: list[Detokenizer | None]
+    seqs: list[Sequence] = field(default_factory=list)
+    detokenizers: list[Detokenizer | None] = field(default_factory=list)
     arrival_time: float = field(default_factory=time.perf_counter)
 
 
 class LLM:
     """A model, its cache and its scheduler. All arguments after `model` are keywords; see `python engine.py --help`.
-
     model: folder or Hub id; revision: of a Hub id; schedule: "auto" or "reference": how fast, never which bits
     device: "auto", "cuda" or "cpu"; dtype: "auto" (checkpoint's; float32 on CPU), "bfloat16", "float16" or "float32"
     load_format: "auto" or "dummy" (random weights, for measuring); hf_overrides: entries that replace config.json's
-    max_model_len: longest prompt + output [what the model and the cache allow]
+    max_model_len: longest prompt + output [what the model and the cache allow]; async_scheduling [on a GPU]: see `step`
     max_num_seqs: most sequences in a step [1024 on a GPU of 64 GiB or more, else 256]
     max_num_batched_tokens: most tokens in a step [8192, on CPU 512]; tensor_parallel_size: GPUs of this host to share
     gpu_memory_utilization: share of the GPU's memory to use; num_gpu_blocks_override: size of the cache in blocks of 64
-    enable_prefix_caching, enforce_eager (no CUDA graphs): as in vLLM; ops: another op table (tests, benchmarks)
-    async_scheduling: launch a step before the tokens of the last are known to the host [on a GPU]"""
+    enable_prefix_caching, enforce_eager (no CUDA graphs): as in vLLM; ops: another op table (tests, benchmarks)"""
 
     def __init__(self, model: str | Path = DEFAULT_MODEL, *, revision: str | None = None, device: str = "auto",
                  dtype: str = "auto", schedule: str = "auto", load_format: str = "auto",
@@ -99,16 +94,14 @@ class LLM:
         for name in ("max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override", "tensor_parallel_size"):
             if options[name] is not None and options[name] < 1:
                 raise ValueError(f"{name} must be at least 1, got {options[name]}")
-        if load_format not in ("auto", "dummy"):
-            raise ValueError(f"unknown load_format {load_format!r}: use 'auto' or 'dummy'")
-        if tp_style not in ("column", "row"):
-            raise ValueError(f"unknown tp_style {tp_style!r}: use 'column' or 'row'")
+        for name, (one, other) in {"load_format": ("auto", "dummy"), "tp_style": ("column", "row")}.items():
+            if options[name] not in (one, other):
+                raise ValueError(f"unknown {name} {options[name]!r}: use {one!r} or {other!r}")
         self.ranks = _ranks or Ranks(tensor_parallel_size)
         name = str(Path(__file__).parent / DEFAULT_MODEL) if str(model) == DEFAULT_MODEL else str(model)
         self.folder = checkpoint.resolve(name, revision)
         raw = checkpoint.read_json(self.folder, "config.json") | (hf_overrides or {})
-        self.config = ModelConfig.from_dict(raw)
-        self.device = pick_device(device)
+        self.config, self.device = ModelConfig.from_dict(raw), pick_device(device)
         self.dtype = pick_dtype(dtype, self.config, self.device)
         large = self.device.type == "cuda" and torch.cuda.get_device_properties(self.device).total_memory >= 64 << 30
         max_num_seqs = max_num_seqs or (1024 if large else 256)
@@ -128,7 +121,6 @@ class LLM:
         given = [self.generation_config.get("eos_token_id"), raw.get("eos_token_id"),
                  self.tokenizer and self.tokenizer.eos_token_id]  # each an id, a list of them or None: all end a text
         self.eos_token_ids = frozenset().union(*(x if isinstance(x, list) else [x] for x in given if x is not None))
-
         batched = max_num_batched_tokens or (8192 if self.device.type == "cuda" else 512)
         self.model.exchange = self.ranks.connect(self.device, self.model.exchanged_bytes(batched, max_num_seqs))
         self._new_cache = partial(allocate_kv_cache, self.config.num_layers, num_kv_heads=self.model.num_kv_heads,
@@ -144,8 +136,7 @@ class LLM:
         self.async_scheduling = self.device.type == "cuda" if async_scheduling is None else async_scheduling
         self.requests: dict[str, Request] = {}
         self._owner: dict[Sequence, tuple[Request, int]] = {}  # of one that has not ended: its request and index there
-        self._fresh: list[CompletionOutput] = []  # those whose `delta` is the last step's
-        self._in_flight, self._next_id = NOTHING, 0
+        self._in_flight, self._next_id, self._fresh = NOTHING, 0, []  # fresh: outputs whose `delta` is the last step's
         self.ranks.follow(self)
 
     def _measure_blocks(self, utilization: float, max_num_seqs: int, max_num_batched_tokens: int) -> int:
@@ -171,8 +162,6 @@ class LLM:
 
     fingerprint_parts, fingerprint = cached_property(receipts.fingerprint_parts), property(receipts.fingerprint)
     receipt, verify = receipts.make_receipt, receipts.verify  # the proof is a file of its own
-
-    # The step interface.
 
     def add_request(self, prompt: str | list[int], params: SamplingParams | None = None, *,
                     request_id: str | None = None, cache_salt: str | None = None, score_only: int = 0,
@@ -201,16 +190,15 @@ class LLM:
         self.ranks.tell("add_request", token_ids, replace(params, seed=seed), request_id=request_id,
                         cache_salt=cache_salt, score_only=score_only)  # nothing is left to chance
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
-        output = RequestOutput(request_id, prompt if isinstance(prompt, str) else None, token_ids, params)
-        request = Request(output, [], [])
+        request = Request(RequestOutput(request_id, prompt if isinstance(prompt, str) else None, token_ids, params))
         for index in range(params.n):
             own = params if index == 0 else replace(params, prompt_logprobs=None)
             seq = Sequence(list(token_ids), own, completion_seed(seed, index),
                            0 if score_only else min(params.max_tokens or room, room), ends, cache_salt)
             if own.prompt_logprobs is not None:
                 seq.prompt_logprobs, seq.observe = [None] * max(1, score_only), observe
-            output.outputs.append(CompletionOutput(index, seq.seed, logprobs=None if params.logprobs is None else [],
-                                                   top_logprobs=[] if params.logprobs else None))
+            logprobs, likeliest = None if params.logprobs is None else [], [] if params.logprobs else None
+            request.output.outputs.append(CompletionOutput(index, seq.seed, logprobs=logprobs, top_logprobs=likeliest))
             request.seqs.append(seq)
             request.detokenizers.append(self.tokenizer and Detokenizer(
                 self.tokenizer, params.stop, params.include_stop_str_in_output, params.skip_special_tokens, token_ids))
@@ -302,10 +290,9 @@ class LLM:
         request.output.timings.setdefault("ttft_s", time.perf_counter() - request.arrival_time)
         out.token_ids.append(token)
         self._fresh.append(out)
-        if out.logprobs is not None:
-            out.logprobs.append(result.logprob)
-        if out.top_logprobs is not None:
-            out.top_logprobs.append(result.top_logprobs)
+        for asked, new in ((out.logprobs, result.logprob), (out.top_logprobs, result.top_logprobs)):
+            if asked is not None:
+                asked.append(new)
         params, count, detokenizer = request.output.params, len(out.token_ids), request.detokenizers[index]
         ended = token in seq.stop_token_ids and count >= params.min_tokens
         if detokenizer and (not ended or params.include_stop_str_in_output):
@@ -329,13 +316,10 @@ class LLM:
         del self._owner[seq]
         if all(out.finish_reason for out in request.output.outputs):
             first, output = request.seqs[0], request.output
-            output.finished = True
-            output.num_cached_tokens = first.num_cached_tokens or 0
+            output.finished, output.num_cached_tokens = True, first.num_cached_tokens or 0
             output.prompt_logprobs = first.prompt_logprobs or None
             output.timings["total_s"] = time.perf_counter() - request.arrival_time
             del self.requests[output.request_id]
-
-    # Loops over `step`.
 
     def generate(self, prompts, params: SamplingParams | list[SamplingParams] | None = None,
                  progress: bool = False, **options) -> list[RequestOutput]:

@@ -40,11 +40,9 @@ def leaf_sum(x, w, m, n, k_start, M, N: tl.constexpr, K: tl.constexpr, LEAF: tl.
         for k in range(k_start, k_start + LEAF, BLOCK_K):
             acc = tl.dot(x.load([m, k]), w.load([n, k]).T, acc, input_precision=PRECISION)
     else:
-        offs_m = m + tl.arange(0, BLOCK_M)[:, None]
-        offs_n = n + tl.arange(0, BLOCK_N)[:, None]
+        offs_m, offs_n = m + tl.arange(0, BLOCK_M)[:, None], n + tl.arange(0, BLOCK_N)[:, None]
         offs_k = tl.arange(0, BLOCK_K)[None, :]
-        x_ptrs = x + offs_m.to(tl.int64) * K + offs_k
-        w_ptrs = w + offs_n.to(tl.int64) * K + offs_k
+        x_ptrs, w_ptrs = x + offs_m.to(tl.int64) * K + offs_k, w + offs_n.to(tl.int64) * K + offs_k
         for k in range(k_start, k_start + LEAF, BLOCK_K):
             mask_k = True if EVEN_K else k + offs_k < min(k_start + LEAF, K)
             x_tile = tl.load(x_ptrs + k, mask=(offs_m < M) & mask_k, other=0.0)
@@ -64,8 +62,7 @@ def linear_kernel(x, w, bias_ptr, out, partial_ptr, arrived_ptr, M, N: tl.conste
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     WIDTH: tl.constexpr = 2 if GATED else 1  # columns of the product that make one of the result
-    FLAT: tl.constexpr = TMA and LEAVES == 1
-    for part in tl.range(tl.program_id(0), tiles_m * tiles_n * PARTS, tl.num_programs(0), flatten=FLAT):
+    for part in tl.range(tl.program_id(0), tiles_m * tiles_n * PARTS, tl.num_programs(0), flatten=TMA and LEAVES == 1):
         tile = part // PARTS
         leaf = part % PARTS
         # Neighbours share rows of x and of w in the L2: walk GROUP_M row tiles before the next column tile.
@@ -103,8 +100,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, lea
     """out = x @ weight.T + bias or, if `gated`, silu(gate) * up, that sum's columns being gate and up in turn.
 
     x: [M, K] bf16, fp16 or fp32, contiguous
-    weight: [N, K], dtype of x, contiguous
-    bias: [N] or None
+    weight: [N, K], dtype of x, contiguous; bias: [N] or None
     arrived: [>= tiles] int32 zeros, left zero: the arrival counters of a split sum
     out: [M, N] ([M, N / 2] if gated) in `out_dtype`, or several of one row stride that all get the result
     returns the (first) `out`, or a new tensor if there is none
@@ -117,9 +113,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, lea
     N, width = weight.shape[0], 2 if gated else 1
     assert weight.shape[1] == K and x.dtype == weight.dtype, (x.shape, x.dtype, weight.shape, weight.dtype)
     assert x.is_contiguous() and weight.is_contiguous()
-    if out is None:
-        out = torch.empty((M, N // width), dtype=out_dtype, device=x.device)
-    outs = out if isinstance(out, list) else [out]
+    outs = out if isinstance(out, list) else [x.new_empty((M, N // width), dtype=out_dtype) if out is None else out]
     out, stride = outs[0], outs[0].stride(0)
     assert all(o.shape == (M, N // width) and o.stride() == (stride, 1) and o.dtype == out_dtype for o in outs)
     tiles = triton.cdiv(M, schedule.BLOCK_M) * triton.cdiv(N, schedule.BLOCK_N)
@@ -136,6 +130,5 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, lea
     target = TensorDescriptor.from_tensor(out, [BLOCK_M, BLOCK_N // width]) if out_tma else tuple(outs)
     linear_kernel[(min(tiles * (leaves if split else 1), programs),)](
         x, weight, bias, target, partial, arrived, M, N, K, leaves, length, split, gated, tma, out_tma, stride, *shape,
-        schedule.GROUP_M, "ieee", num_warps=schedule.num_warps, num_stages=schedule.num_stages,
-        enable_fp_fusion=False)
+        schedule.GROUP_M, "ieee", num_warps=schedule.num_warps, num_stages=schedule.num_stages, enable_fp_fusion=False)
     return out

@@ -32,8 +32,7 @@ def logprobs_kernel(logits_ptr, token_ids_ptr, token_logprobs_ptr, top_ids_ptr, 
     # The next of the top is the largest logit that comes after the previous one in (value, lowest id first) order.
     last, last_id = float("inf"), -1
     for i in range(TOP):
-        best = tl.full((BLOCK,), float("-inf"), tl.float32)
-        best_id = tl.full((BLOCK,), 2147483647, tl.int32)
+        best, best_id = tl.full((BLOCK,), float("-inf"), tl.float32), tl.full((BLOCK,), 2147483647, tl.int32)
         for start in range(0, V, BLOCK):
             ids = start + offs
             x = tl.load(row_ptr + ids, mask=ids < V, other=float("-inf"))

@@ -41,7 +41,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
     assert x.is_contiguous() and weight.numel() == N and x.data_ptr() % 16 == 0, "rms_norm needs an aligned row"
     assert residual is None or (residual.is_contiguous() and residual.data_ptr() % 16 == 0)
     out = torch.empty_like(x)
-    BLOCK, num_warps = row_block(N)
-    rms_norm_kernel[(M,)](x, residual, weight, out, eps, N, BLOCK, num_warps=num_warps, num_stages=1,
-                          enable_fp_fusion=False)
+    size, warps = row_block(N)
+    rms_norm_kernel[(M,)](x, residual, weight, out, eps, N, size, num_warps=warps, num_stages=1, enable_fp_fusion=False)
     return out

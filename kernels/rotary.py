@@ -22,19 +22,16 @@ def rotary_and_cache_kernel(qkv_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, positi
     is_k = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
     is_v = (head >= NUM_HEADS + NUM_KV_HEADS) & (head < TOTAL)
     row_ptrs = qkv_ptr + token * TOTAL * HEAD_DIM + head * HEAD_DIM + offs  # [HEADS, HALF]
-    x1 = tl.load(row_ptrs, mask=head < TOTAL, other=0.0)
-    x2 = tl.load(row_ptrs + HALF, mask=head < TOTAL, other=0.0)
+    x1, x2 = tl.load(row_ptrs, mask=head < TOTAL, other=0.0), tl.load(row_ptrs + HALF, mask=head < TOTAL, other=0.0)
     a, b = x1.to(tl.float32), x2.to(tl.float32)
     if q_norm_ptr is not None:
         rstd = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / HEAD_DIM + eps)[:, None]
         w1 = tl.where(is_q, tl.load(q_norm_ptr + offs), tl.load(k_norm_ptr + offs))
         w2 = tl.where(is_q, tl.load(q_norm_ptr + HALF + offs), tl.load(k_norm_ptr + HALF + offs))
-        a = round_mul(a * rstd, w1, x1.dtype).to(tl.float32)
-        b = round_mul(b * rstd, w2, x1.dtype).to(tl.float32)
+        a, b = round_mul(a * rstd, w1, x1.dtype).to(tl.float32), round_mul(b * rstd, w2, x1.dtype).to(tl.float32)
     cos_ptrs = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * HEAD_DIM + offs
     cos, sin = tl.load(cos_ptrs), tl.load(cos_ptrs + HALF)
-    r1 = (a * cos - b * sin).to(x1.dtype)
-    r2 = (b * cos + a * sin).to(x1.dtype)
+    r1, r2 = (a * cos - b * sin).to(x1.dtype), (b * cos + a * sin).to(x1.dtype)
     q_ptrs = q_ptr + (token * NUM_HEADS + head) * HEAD_DIM + offs
     tl.store(q_ptrs, r1, mask=is_q)
     tl.store(q_ptrs + HALF, r2, mask=is_q)
@@ -55,10 +52,9 @@ def rotary_and_cache(qkv: torch.Tensor, q_norm: torch.Tensor | None, k_norm: tor
     """Normalise and rotate q and k, store k and v into their pages, return q.
 
     qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], heads in the order q, k, v; 16-byte aligned
-    q_norm, k_norm: [head_dim] or None (no QK-norm)
+    q_norm, k_norm: [head_dim] or None (no QK-norm); k_cache, v_cache: [num_blocks, num_kv_heads, block_size, head_dim]
     cos_sin: [max_model_len, head_dim] fp32, cosines then sines (rotate-half convention; Su et al. 2021)
     work: its positions and slot_mapping say where each token stands and where its key goes; slot -1 stores nothing
-    k_cache, v_cache: [num_blocks, num_kv_heads, block_size, head_dim]
     returns q: [num_tokens, num_heads, head_dim]
 
     Reduction order: the square sum of a head is `tl.sum` of its first half plus `tl.sum` of its second, each in the

@@ -51,33 +51,31 @@ def argmax(logits: torch.Tensor) -> torch.Tensor:
     assert logits.is_contiguous() and logits.dtype == torch.float32
     BLOCK = min(8192, triton.next_power_of_2(V))
     blocks = triton.cdiv(V, BLOCK)
-    peaks = torch.empty((M, blocks), dtype=torch.int64, device=logits.device)
+    peaks, out = (torch.empty(n, dtype=torch.int64, device=logits.device) for n in ((M, blocks), M))
     peak_kernel[(M, blocks)](logits, peaks, V, BLOCK, num_warps=8, enable_fp_fusion=False)
-    out = torch.empty(M, dtype=torch.int64, device=logits.device)
     peak_id_kernel[(M,)](peaks, out, V, blocks, triton.next_power_of_2(blocks), num_warps=1, enable_fp_fusion=False)
     return out
 
 
 @triton.jit
-def total_from(row_ptr, V, cut, peak, temperature, COUNT: tl.constexpr, SCALE_BITS: tl.constexpr, BLOCK: tl.constexpr):
+def total_from(row_ptr, V, cut, peak, temperature, COUNT: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
     """Weight (1, or the mass at this temperature) of the entries of rank `cut` or higher."""
     total = tl.zeros((BLOCK,), tl.int64)
     for start in range(0, V, BLOCK):
         ids = start + tl.arange(0, BLOCK)
         x = tl.load(row_ptr + ids, mask=ids < V, other=float("-inf"))
-        weight = tl.full((BLOCK,), 1, tl.int64) if COUNT else mass((x - peak) / temperature, 0.0, SCALE_BITS)
+        weight = tl.full((BLOCK,), 1, tl.int64) if COUNT else mass((x - peak) / temperature, 0.0, BITS)
         total += tl.where(rank(x, ids, V) >= cut, weight, 0)
     return tl.sum(total, 0)
 
 
 @triton.jit
-def find_cut(row_ptr, V, low, target, peak, temperature, COUNT: tl.constexpr, SCALE_BITS: tl.constexpr,
-             BLOCK: tl.constexpr):
+def find_cut(row_ptr, V, low, target, peak, temperature, COUNT: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
     """The highest rank from which on the weight reaches `target`, by bisection; from `low` on it does."""
     high = rank(peak, 0, V)
     while low < high:
         middle = (low + high + 1) >> 1
-        reached = total_from(row_ptr, V, middle, peak, temperature, COUNT, SCALE_BITS, BLOCK) >= target
+        reached = total_from(row_ptr, V, middle, peak, temperature, COUNT, BITS, BLOCK) >= target
         low, high = tl.where(reached, middle, low), tl.where(reached, high, middle - 1)
     return low
 
@@ -114,8 +112,7 @@ def sample_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, 
         cut = find_cut(row_ptr, V, cut, tl.maximum(target, 1), peak, temperature, False, SCALE_BITS, BLOCK)
     # 2. The race: the largest (x - peak) / temperature - log(E), noise by token id in quads of one Philox counter.
     seed, position = tl.load(seed_ptr + row), tl.load(position_ptr + row)
-    best = tl.full((BLOCK,), float("-inf"), tl.float32)
-    best_id = tl.full((BLOCK,), NO_ID, tl.int32)
+    best, best_id = tl.full((BLOCK,), float("-inf"), tl.float32), tl.full((BLOCK,), NO_ID, tl.int32)
     for start in range(0, V, 4 * BLOCK):
         quad = start // 4 + offs
         words = tl.philox(seed, quad, position, 0, 0)

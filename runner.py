@@ -68,7 +68,6 @@ class Runner:
 
     def use_cache(self, kv_cache: torch.Tensor | None) -> None:
         """Go on with this cache and no graphs: a graph holds addresses, of the cache and of memory of its own."""
-        # A captured decode step has a static packed input, and leaves its logits in `graph_logits`.
         self.graphs: dict[tuple[int, bool], tuple[torch.Tensor, torch.cuda.CUDAGraph]] = {}  # by size and split decode
         rows = self.max_num_seqs if self.use_graphs and kv_cache is not None else 0
         self.graph_logits = torch.empty((rows, self.model.config.vocab_size), dtype=torch.float32, device=self.device)
@@ -86,8 +85,7 @@ class Runner:
             logits = self._run_graph(fields, graph_size)
         else:
             batch, _ = self._batch(fields, fields["counts"].tolist())
-            ends = np.cumsum([seq.num_scheduled_tokens for seq in seqs])
-            rows = upload(ends[samples] - 1, self.device)
+            rows = upload(np.cumsum([seq.num_scheduled_tokens for seq in seqs])[samples] - 1, self.device)
             scoring = any(seq.wants_prompt_logprobs for seq in seqs)  # then every row may be wanted, not only the last
             hidden_states = self.model.forward(replace(batch, logits_rows=None if scoring else rows), self.kv_cache)
             if scoring:
@@ -141,10 +139,9 @@ class Runner:
 
     def _graph_size(self, seqs: list[Sequence]) -> int | None:
         """The captured size that holds this decode step; None if it is not one, or graphs are off."""
-        if not self.use_graphs or any(seq.num_scheduled_tokens != 1 or not seq.samples_this_step
-                                      or seq.wants_prompt_logprobs for seq in seqs):
+        if any(seq.num_scheduled_tokens != 1 or not seq.samples_this_step or seq.wants_prompt_logprobs for seq in seqs):
             return None
-        return next((size for size in self.graph_sizes if size >= len(seqs)), None)
+        return next((size for size in self.graph_sizes if size >= len(seqs)), None) if self.use_graphs else None
 
     def _run_graph(self, live: dict[str, np.ndarray], size: int) -> torch.Tensor:
         """Replay the graph of `size` sequences (captured at its first use) and return its logits."""

@@ -93,8 +93,7 @@ def rotary_and_cache(qkv, q_norm, k_norm, eps, cos_sin, work, k_cache, v_cache, 
         work.host_plans["rotary"] = (token if len(token) < len(qkv) else slice(None), row.T.flatten(),
                                      torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1))
     token, row, cos, sin = work.host_plans["rotary"]
-    heads = qkv.view(len(qkv), -1, head_dim)
-    x, v = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
+    x, v = qkv.view(len(qkv), -1, head_dim).tensor_split([-num_kv_heads], 1)
     if q_norm is not None:
         x = rms_norm(x, torch.cat([q_norm.expand(num_heads, -1), k_norm.expand(num_kv_heads, -1)]), eps)
     x = x.float()  # halves a, b: (a * cos - b * sin, b * cos + a * sin), a difference being a sum with -sin
@@ -138,15 +137,13 @@ class LockStep:
             T = pages.shape[1]
             k, v = (c.index_select(0, pages.flatten()).float().view(-1, KV_TILE, D) for c in (k_cache, v_cache))
             v.view(-1, D).index_fill_(0, unwritten, 0.0)  # 0 x NaN must not reach a sum; scores are masked instead
-            x = rows.expand(A, T, Hkv, R, D).reshape(-1, R, D)
-            scores = torch.bmm(x, k.mT).view(A, T, Hkv, R, KV_TILE)
+            scores = torch.bmm(rows.expand(A, T, Hkv, R, D).reshape(-1, R, D), k.mT).view(A, T, Hkv, R, KV_TILE)
             scores.mul_(scale * math.log2(math.e)).masked_fill_(hidden, -torch.inf)
             # Running maxima, tile by tile: max is exact, so the exponentials of all tiles can be taken at once.
             running = scores.amax(-1, keepdim=True).cummax(1).values
             safe = running if total is None else running.masked_fill(running == -torch.inf, 0.0)
             p = by_lanes(torch.exp2, scores.sub_(safe)).to(q.dtype).float().view(-1, R, KV_TILE)
-            # The sum of p goes beside the values, to be scaled alike.
-            sums = torch.bmm(p, ONES[:, :KV_TILE].expand(len(p), KV_TILE, 8))[..., :1]
+            sums = torch.bmm(p, ONES[:, :KV_TILE].expand(len(p), KV_TILE, 8))[..., :1]  # scaled as the values are
             acc, *rest = torch.cat([torch.bmm(p, v), sums], -1).view(A, T, Hkv, R, D + 1).unbind(1)
             alphas = by_lanes(torch.exp2, running[:, :-1] - safe[:, 1:]).unbind(1) if T > 1 else ()
             for alpha, term in zip(alphas, rest, strict=True):
@@ -162,14 +159,13 @@ class LockStep:
 
 
 def paged_attention(q, k_cache, v_cache, work, scale, kv_split=KV_SPLIT):
-    num_heads, num_kv_heads = q.shape[1], k_cache.shape[1]
-    key = num_heads, num_kv_heads, kv_split
+    key = q.shape[1], k_cache.shape[1], kv_split
     if key not in work.host_plans:
         items = torch.cat([work.prefill_items, work.decode_items]).long()
         last_split = (work.positions[items[:, 1]] + items[:, 2] - 1) // kv_split
-        work.host_plans[key] = [LockStep(work, some, num_heads, num_kv_heads, kv_split) for n in last_split.unique()
+        work.host_plans[key] = [LockStep(work, some, *key) for n in last_split.unique()
                                 for some in items[last_split == n].split(MAX_ITEMS)]
-    out = torch.empty((len(q) * num_heads + 1, q.shape[2]), dtype=q.dtype)
+    out = torch.empty((len(q) * q.shape[1] + 1, q.shape[2]), dtype=q.dtype)
     for plan in work.host_plans[key]:
         out.index_copy_(0, plan.destination.flatten(), plan.attend(q, k_cache, v_cache, scale))
     return out[:-1].view(q.shape)
@@ -213,8 +209,7 @@ def philox(seed: int, position: int, num_quads: int) -> torch.Tensor:
 
 def log_exponential(words):
     """log(E), E = -log(u), u = (word + 1/2) / 2^32; as kernels.sample.log_exponential."""
-    d = ((0xFFFFFFFF - words).float() + 0.5) * 2.0**-32
-    u = (words.float() + 0.5) * 2.0**-32
+    d, u = ((integers.float() + 0.5) * 2.0**-32 for integers in (0xFFFFFFFF - words, words))
     series = d * (1.0 + d * (0.5 + d * (0.33333334 + d * 0.25)))
     return by_lanes(torch.log, torch.where(d < 0.0078125, series, -by_lanes(torch.log, u)))
 
@@ -233,6 +228,5 @@ def sample(logits, temperature, top_k, top_p, min_p, seed, position):
                 target = max(1, (kept >> 30) * p + (((kept & ((1 << 30) - 1)) * p) >> 30))
                 ranked = ranked[: int((reached < target).sum()) + 1]
             keep &= torch.zeros(V, dtype=torch.bool).index_fill_(0, ranked, True)
-        noise = log_exponential(philox(s, at, -(-V // 4))[:V])
-        out.append(torch.where(keep, scaled - noise, -torch.inf))
+        out.append(torch.where(keep, scaled - log_exponential(philox(s, at, -(-V // 4))[:V]), -torch.inf))
     return argmax(torch.stack(out))

@@ -19,12 +19,10 @@ def allocate_kv_cache(num_layers: int, num_blocks: int, num_kv_heads: int, head_
 
 
 class BlockManager:
-    """Owner of block ids 0 .. num_blocks - 1 of KV_TILE tokens.
-
-    The prefix index maps (uid of the block before, the block's own tokens) to a block and its uid. Python's dict
-    compares those keys in full, so two prefixes whose hashes collide are still told apart. A uid is given when a block
-    is cached and never reused: entries behind an evicted block can no longer be reached. "Before" the first block is
-    ("root", salt): requests with different salts share nothing."""
+    """Owner of block ids 0 .. num_blocks - 1 of KV_TILE tokens. The prefix index maps (uid of the block before, the
+    block's own tokens) to a block and its uid. A dict compares keys in full: prefixes whose hashes collide are told
+    apart. A uid is given when a block is cached and never reused: entries behind an evicted block can no longer be
+    reached. "Before" the first block is ("root", salt): requests with different salts share nothing."""
 
     def __init__(self, num_blocks: int, enable_prefix_caching: bool = True):
         self.num_blocks, self.enable_prefix_caching = num_blocks, enable_prefix_caching

@@ -14,10 +14,9 @@ from sampler import SamplingParams
 @dataclass(eq=False)
 class Sequence:
     """One completion in the making: the prompt's tokens followed by those generated so far. A negative id stands for a
-    token that the device is choosing (kernels/reference.py); its place is filled once the host knows it.
-
-    `num_computed_tokens`: tokens whose keys are in the cache. `num_cached_tokens`: of these, how many the prefix cache
-    gave at the first admission (set once). `max_new_tokens` 0 computes the prompt and stops (scoring)."""
+    token that the device is choosing (kernels/reference.py), until the host knows it. `num_computed_tokens`: tokens
+    whose keys are in the cache. `num_cached_tokens`: of these, how many the prefix cache gave at the first admission
+    (set once). `max_new_tokens` 0 computes the prompt and stops (scoring)."""
 
     token_ids: list[int]
     params: SamplingParams

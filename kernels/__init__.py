@@ -16,10 +16,9 @@ import torch
 
 @dataclass(frozen=True)
 class Ops:
-    """All that a model and a sampler call, so that a test may swap in another; see the launchers for shapes.
-
-    Schedule: `query_tile(group, row_bytes)`, query tokens a prefill work item holds, by heads a KV head and bytes a
-    head; `decode_programs`, programs of decode attention that run at once (0 never shares a sequence among them)."""
+    """All that a model and a sampler call, so that a test may swap in another; see the launchers for shapes. Schedule:
+    `query_tile(group, row_bytes)`, query tokens a prefill work item holds, by heads a KV head and bytes a head;
+    `decode_programs`, programs of decode attention that run at once (0 never shares a sequence among them)."""
 
     name: str
     weight_dtype: Callable[[torch.dtype], torch.dtype]
@@ -51,7 +50,6 @@ def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
 def refusal(device: torch.device) -> str:
     """The file that names the schedules which failed --selfcheck on this kind of GPU; there is none if none did."""
     import triton
-
     return os.path.expanduser(f"~/.cache/samebits/{torch.cuda.get_device_name(device)}, triton {triton.__version__}")
 
 
@@ -67,7 +65,6 @@ def make_ops(device: torch.device, schedule: str = "auto") -> Ops:
 
 def reference_ops() -> Ops:
     from kernels import reference as ref
-
     return Ops("reference", lambda dtype: torch.float32, ref.embedding, ref.rms_norm, ref.linear, ref.gated_linear,
                ref.rotary_and_cache, ref.paged_attention, ref.logprobs, ref.argmax, ref.sample,
                query_tile=lambda group, row_bytes: max(16, group) // group, decode_programs=0)
@@ -77,7 +74,6 @@ def triton_ops(device: torch.device, schedule: str = "auto", table=None) -> Ops:
     """The Triton table. `table` overrides the schedules looked up for this GPU (for tests and tuning)."""
     from kernels import attention, linear, logprobs, norm, rotary, sample, tiles
     from kernels.reference import embedding
-
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
     table = table or tiles.schedules(schedule, capability)
     arrived = torch.zeros(16384, dtype=torch.int32, device=device)  # arrival counters of split sums
@@ -91,7 +87,6 @@ def triton_ops(device: torch.device, schedule: str = "auto", table=None) -> Ops:
         many = work.decode_grid * k_cache.shape[1] > table.decode_programs
         return attention.paged_attention(q, k_cache, v_cache, work, scale, decode[many], prefill, **options)
 
-    return Ops("triton", lambda dtype: dtype, embedding, norm.rms_norm, run_linear,
-               partial(run_linear, gated=True), rotary.rotary_and_cache, run_attention, logprobs.logprobs,
-               sample.argmax, sample.sample, decode_programs=table.decode_programs,
-               query_tile=lambda group, row_bytes: max(table.attention_for(row_bytes)[1].BLOCK_M, group) // group)
+    return Ops("triton", lambda dtype: dtype, embedding, norm.rms_norm, run_linear, partial(run_linear, gated=True),
+               rotary.rotary_and_cache, run_attention, logprobs.logprobs, sample.argmax, sample.sample,
+               lambda group, width: max(table.attention_for(width)[1].BLOCK_M, group) // group, table.decode_programs)

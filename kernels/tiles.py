@@ -1,9 +1,8 @@
 """The numerics sheet and the schedule tables: the only place where a constant of a kernel is chosen.
 
-*Numerics* are the choices that decide bits: rounding points, the leaves of a sum, the KV tile and split. They depend
-on the model's shape alone, are printed in the README, hashed into the fingerprint and guarded by golden digests.
-*Schedules* are the choices that do not: tile shapes, warps, stages, how many programs share a sum. They may follow the
-batch, and the self-check compares every one of them with the reference schedule bit for bit."""
+*Numerics* decide bits: rounding points, the leaves of a sum, the KV tile and split. They depend on the model's shape
+alone, are printed in the README, hashed into the fingerprint and guarded by golden digests. *Schedules* do not: tile
+shapes, warps, stages, programs that share a sum. They may follow the batch; self-check compares them bit for bit."""
 
 import hashlib
 import json
@@ -43,10 +42,9 @@ def numerics_hash() -> str:
 def leaf_count(N: int, K: int) -> int:
     """How many leaves the K axis of a weight [N, K] is cut into, by the *full* weight's shape (never a shard's).
 
-    A wide weight fills the GPU with column tiles alone and needs one leaf. A narrow one leaves processors idle at
-    small M unless K is shared: down_proj of Qwen3-8B, M = 64, takes 36 us with one leaf, 31 with two, 32 with four,
-    and on the eighth of it that a rank of eight holds 30, 19 and 12 (benchmarks/tune_linear.py, H200). A chain of
-    four costs large M half its speed, though, and one of two little."""
+    A wide weight fills the GPU with column tiles alone. A narrow one leaves processors idle at small M unless K is
+    shared: down_proj of Qwen3-8B, M = 64, takes 36 us with one leaf, 31 with two, 32 with four, a rank of eight's
+    eighth of it 30, 19 and 12 (benchmarks/tune_linear.py, H200). But four cost large M half its speed, two little."""
     return 2 if N <= 8192 and K >= 2048 else 1
 
 
@@ -94,11 +92,9 @@ class AttentionSchedule:
 
 @dataclass(frozen=True)
 class Schedules:
-    """The schedule table of one kind of GPU.
-
-    `linear`: by an upper bound of M, smallest first, the schedules of sums of one leaf, and those of a chain, whose two
-    accumulators need a smaller tile. Of several, the first whose programs take the fewest turns, by the size of a tile.
-    `decode`: the schedules of up to `decode_programs` programs of attention, and of more."""
+    """The table of one kind of GPU. `linear`: by an upper bound of M, smallest first, schedules of sums of one leaf and
+    of a chain, whose two accumulators need a smaller tile; of several, the first whose programs take the fewest turns,
+    by the size of a tile. `decode`: of up to `decode_programs` programs of attention, and of more."""
 
     name: str
     linear: tuple[tuple[int, tuple[LinearSchedule, ...], tuple[LinearSchedule, ...]], ...]

@@ -15,12 +15,11 @@ MERGE_FIELDS = 3  # token, first partial row, number of splits
 
 @dataclass(frozen=True)
 class AttentionWork:
-    """Where a step's tokens stand and what they attend to: device tensors, and the grid sizes the host must know.
+    """Where a step's tokens stand and what they attend to: int32 tensors, and the grid sizes the host must know.
 
-    positions: [num_tokens] int32; slot_mapping: [num_tokens] int32, block * block_size + offset, -1 for padding
-    block_tables: [num_seqs, max_blocks] int32
-    prefill_items, decode_items: [*, ITEM_FIELDS] int32; merges: [*, MERGE_FIELDS] int32
-    counts: [3] int32, live entries of the three lists (a CUDA graph's grid is fixed; its lists are not)
+    positions: [num_tokens]; slot_mapping: [num_tokens], block * block_size + offset, -1 for padding
+    block_tables: [num_seqs, max_blocks]; prefill_items, decode_items: [*, ITEM_FIELDS]; merges: [*, MERGE_FIELDS]
+    counts: [3], live entries of the three lists (a CUDA graph's grid is fixed; its lists are not)
     host_plans: what the CPU backend works out from these lists once a step, for all layers"""
 
     positions: torch.Tensor

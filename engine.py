@@ -234,6 +234,7 @@ class LLM:
                 if seq in self._owner:
                     self.abort(self._owner[seq][0].output.request_id)
             raise
+        self.ranks.since = None
         return list(changed.values())
 
     def _collect(self, changed: dict[str, RequestOutput]) -> None:

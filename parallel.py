@@ -21,14 +21,18 @@ from tqdm import tqdm
 
 from kernels.collectives import Group, SymmetricMemory
 
+STALL_SECONDS = 300  # of one step; the first ones compile
+
 
 class Ranks:
     """An engine's place: `rank` of `size`, with a `pipe` to rank 0, which has `pipes`. One that is alone does nothing.
-    `runner`: its CUDA graphs must go before the `group` that they gather through."""
+    `runner`: its CUDA graphs must go before the `group` that they gather through; `since`: when a step under way began.
+    """
 
     def __init__(self, size: int = 1, rank: int = 0, pipe: connection.Connection | None = None):
         self.size, self.rank, self.pipe, self.pipes = size, rank, pipe, []
-        self.store, self.group, self.runner, self.processes, self.watches = None, None, None, [], []
+        self.store = self.group = self.runner = self.since = None
+        self.processes, self.watches = [], []
         if size > 1 and not pipe and "WORLD_SIZE" in os.environ:
             self._join(int(os.environ["WORLD_SIZE"]))
 
@@ -61,10 +65,12 @@ class Ranks:
             self.watches.append(threading.Thread(target=self._watch, args=(rank, far_end), daemon=True))
             self.processes[-1].start()
             self.watches[-1].start()
+        threading.Thread(target=self._watch_stalls, daemon=True).start()
         util.Finalize(llm, self.close, exitpriority=1)  # at the end of the program: before Python ends its children
 
     def tell(self, method: str, *args, **options) -> None:
         """Have the other ranks' engines run a method, which must not fail there."""
+        self.since = time.monotonic() if method == "step" else self.since
         for pipe in self.pipes:
             pipe.send_bytes(pickle.dumps((method, args, options)))  # tensors by value; `send` would share their memory
 
@@ -119,7 +125,8 @@ class Ranks:
                 if broken:
                     time.sleep(0.5)  # if this is but the echo of a death, `_watch` ends the program meanwhile
                 if torch.cuda.is_initialized() and not (broken and self.group):
-                    self._finish_exchanges()
+                    self.since = time.monotonic() - STALL_SECONDS * 0.9 * broken
+                    torch.cuda.synchronize()  # a step may outlive its requests, and takes all ranks
                 self.pipes.clear()  # from here on a death is no accident
                 if self.group and self.runner:
                     self.runner.use_cache(None)
@@ -130,14 +137,16 @@ class Ranks:
                     process.kill()
                     watch.join()  # it reaps the process; a thread that outlives the interpreter would abort it
 
-    def _finish_exchanges(self) -> None:
-        """Wait for this GPU, which may be waiting for others: a step outlives its requests, and takes all ranks."""
-        done, deadline = torch.cuda.current_stream().record_event(), time.monotonic() + 20
-        while not done.query():
-            if time.monotonic() > deadline:  # it would wait for ever, and so would whoever uses it next
-                print("error: a rank failed in the middle of an exchange", file=sys.stderr, flush=True)
+    def _watch_stalls(self) -> None:
+        """End the program if a step takes so long that a rank must hang; on a GPU the others would wait for ever."""
+        while self.pipes:
+            time.sleep(min(5.0, STALL_SECONDS / 4))
+            if self.since and time.monotonic() - self.since > STALL_SECONDS:
+                print(f"error: a rank stalled: no step for {STALL_SECONDS} seconds", file=sys.stderr, flush=True)
+                self.pipes.clear()  # `_watch` need not say more
+                for process in self.processes:
+                    process.kill()
                 os._exit(1)
-            time.sleep(0.001)
 
     def _watch(self, rank: int, far_end: connection.Connection) -> None:
         """End the program with a rank, for which the others would wait. (An open `far_end` lets nobody else notice.)"""

@@ -1,0 +1,151 @@
+"""What ranks exchange: columns written to all of them, partial sums in rank order, and the keys they meet by."""
+
+import functools
+import itertools
+import multiprocessing
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_parallel import CPU, LLAMA, QWEN3, cells, engine, scores, serve, write_config
+
+import kernels
+import parallel
+from kernels import collectives, same_bits
+from kernels.collectives import SymmetricMemory
+from model import deal, shard
+from sampler import SamplingParams
+
+
+class Shared(SymmetricMemory):
+    """Host memory for the GPUs', and a barrier of processes or threads for theirs."""
+
+    def __init__(self, rank: int, buffers: list, barrier):
+        self.rank, self.size, self.buffers, self.turn = rank, len(buffers[0]), buffers, collectives.ODD
+        self.handle = SimpleNamespace(barrier=barrier.wait)
+
+
+def on_threads(size: int, kind: str, run) -> list:
+    """run(exchange) of each of `size` ranks, which are threads."""
+    store, barrier = torch.distributed.HashStore(), threading.Barrier(size, timeout=60)
+    buffers = [[torch.full((1 << 16,), 255, dtype=torch.uint8) for _ in range(size)] for _ in range(3)]
+
+    def rank(i: int):
+        if kind == "shared":
+            return run(Shared(i, buffers, barrier))
+        return run(collectives.Group(i, size, torch.distributed.ProcessGroupGloo(store, i, size)))
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(rank, range(size)))
+
+
+@pytest.mark.parametrize("kind", ["gloo", "shared"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_reduce_adds_in_rank_order(size, kind, monkeypatch):
+    generator = torch.Generator().manual_seed(size)
+    for M, N, shots, dtype in itertools.product((1, 7, 40), (3, 51, 128), (1, 2), (torch.float32, torch.bfloat16)):
+        monkeypatch.setattr(collectives, "TWO_SHOT", 0 if shots == 2 else 1 << 20)
+        parts = torch.randn(size, M, N, generator=generator) * 10.0 ** torch.randint(-4, 4, (size, M, N),
+                                                                                     generator=generator)
+        bias, cut = torch.randn(N, generator=generator), deal(N, size, 1)
+        for added in (None, bias):
+            expected = parts[0]
+            for term in parts[1:] if added is None else (*parts[1:], bias):
+                expected = expected + term
+
+            def run(exchange, parts=parts, added=added, M=M, cut=cut, dtype=dtype):
+                def compute(out=None):
+                    return out[0].copy_(parts[exchange.rank]) if out else parts[exchange.rank]
+
+                return [exchange.all_reduce(compute, M, cut, dtype, added).clone() for _ in range(3)]  # buffers' turns
+
+            for found in itertools.chain(*on_threads(size, kind, run)):
+                assert same_bits(found, expected.to(dtype)), (M, N, shots, dtype)
+
+
+def test_a_sum_has_an_order():
+    """What the test before would miss if no order showed."""
+    a, b, c = (torch.full((1, 1), value) for value in (1e8, -1e8, 1.0))
+    assert not same_bits(a + b + c, a + c + b)
+
+
+@pytest.mark.parametrize("config, size", [(QWEN3, 2), (LLAMA, 3)], ids=["tied-2", "biases-3"])
+def test_row_style_is_equal_to_itself_and_to_its_reference(config, size, tmp_path):
+    folder, ops, joined = write_config(tmp_path / "model", config), kernels.reference_ops(), {}
+
+    def linear(x, weight, bias, leaves, out_dtype, out=None):
+        if weight.data_ptr() not in joined:
+            return ops.linear(x, weight, bias, leaves, out_dtype, out)
+        parts = [ops.linear(x[:, c.start : c.stop].contiguous(), weight[:, c.start : c.stop].contiguous(), None, leaves,
+                            torch.float32) for c in joined[weight.data_ptr()]]
+        total = functools.reduce(torch.add, parts if bias is None else [*parts, bias.float()])
+        return total.to(out_dtype)
+
+    alone = engine(folder, ops=replace(ops, linear=linear))
+    cuts = shard(alone.config, size)
+    for layer in alone.model.layers:
+        joined |= {layer.o_proj.weight.data_ptr(): cuts.q, layer.down_proj.weight.data_ptr(): cuts.intermediate_size}
+    expected = {seeded: serve(alone, batched=False, seeded=seeded) for seeded in (False, True)}
+    llm = engine(folder, size, tp_style="row")
+    assert llm.fingerprint_parts == alone.fingerprint_parts | {"tp_style": f"row, {size} ranks"}
+    for cell in cells():
+        assert serve(llm, **cell) == expected[cell["seeded"]], cell
+    assert scores(llm) == scores(alone)
+    joined.clear()
+    assert serve(alone, batched=False) != expected[True]  # the bits of columns are others
+
+
+def test_the_row_style_of_one_rank_is_no_other():
+    assert engine("models/embedded", tp_style="row").fingerprint == engine("models/embedded").fingerprint
+    with pytest.raises(ValueError, match="unknown tp_style 'rows'"):
+        engine("models/embedded", tp_style="rows")
+
+
+def test_keys_count_from_zero_whatever_the_age_of_a_process():
+    """As torch's rendezvous asks: from a group's store, by a count that goes on for as long as a process lives."""
+    store, seen = torch.distributed.HashStore(), []
+
+    def meet(rank: int, age: int) -> list[bytes]:
+        keys, found = collectives.CountedKeys(store), []
+        seen.append(keys)  # C++ asks it, and does not keep it alive
+        inside = torch.distributed.PrefixStore("", keys)
+        for count in range(age, age + 3):
+            inside.set(f"memory/{count}/{rank}", f"{rank} {count - age}")
+            inside.wait([f"memory/{count}/{1 - rank}"])
+            found.append(inside.get(f"memory/{count}/{1 - rank}"))
+        return found
+
+    with ThreadPoolExecutor() as threads:
+        assert list(threads.map(meet, (0, 1), (12, 0))) == [[b"1 0", b"1 1", b"1 2"], [b"0 0", b"0 1", b"0 2"]]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="test_parallel_gpu.py does it for real")
+@pytest.mark.parametrize("style", ["column", "row"])
+def test_ops_write_to_all_ranks(style, tmp_path, monkeypatch):
+    """Triton's interpreter runs the kernels; the exchange is that of GPUs, but for who owns the memory."""
+    config = QWEN3 | {"num_hidden_layers": 1}
+    folder, fork = write_config(tmp_path / "model", config), multiprocessing.get_context("fork")
+    near, far = fork.Pipe()
+    buffers = [[torch.zeros(1 << 20, dtype=torch.uint8).share_memory_() for _ in range(2)] for _ in range(3)]
+    barrier = fork.Barrier(2, timeout=60)
+    monkeypatch.setattr(parallel.Ranks, "connect", lambda self, *args: (
+        Shared(self.rank, buffers, barrier) if self.size > 1 else None))
+    options = {"ops": kernels.triton_ops(CPU), "dtype": "float32", "num_gpu_blocks_override": 8, "tp_style": style}
+    other = fork.Process(target=lambda: engine(folder, 2, _ranks=parallel.Ranks(2, 1, far), **options))
+    other.start()
+    ranks = parallel.Ranks(2)
+    ranks.pipes, ranks.store = [near], "there are others"
+    params = SamplingParams(max_tokens=3, seed=1, logprobs=2, prompt_logprobs=0)
+    try:
+        found, expected = (llm.generate([[5, 6, 7], list(range(70))], params) for llm in (
+            engine(folder, 2, _ranks=ranks, **options), engine(folder, **options)))
+    finally:
+        other.kill()
+    for one, two in zip(found, expected, strict=True):  # of other tiles the interpreter makes other bits
+        assert one.outputs[0].token_ids == two.outputs[0].token_ids
+        assert one.outputs[0].logprobs == pytest.approx(two.outputs[0].logprobs, rel=1e-5)
+        ones, twos = ([logprob for logprob, _ in output.prompt_logprobs[1:]] for output in (one, two))
+        assert ones == pytest.approx(twos, rel=1e-5)

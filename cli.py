@@ -51,7 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--max-num-batched-tokens", type=int, metavar="N", help="most tokens in a step (default: 8192, on CPU 512)")
     add("--gpu-memory-utilization", type=float, default=0.85, metavar="F", help="share of it (default: %(default)s)")
     add("--num-gpu-blocks-override", type=int, metavar="N", help="size of the KV cache in blocks of 64 tokens")
-    add("--tensor-parallel-size", type=int, default=1, metavar="N", help="GPUs of this host to share (default: 1)")
+    add("--tensor-parallel-size", type=int, default=1, metavar="N", help="GPUs to share, of this host or by torchrun")
     add("--tp-style", choices=["column", "row"], default="column", help="column: the same bits on any number of GPUs; "
         "row: half the exchanges, and bits that are each number's own")
     add("--no-enable-prefix-caching", dest="enable_prefix_caching", action="store_false")

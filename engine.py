@@ -78,7 +78,8 @@ class LLM:
     load_format: "auto" or "dummy" (random weights, for measuring); hf_overrides: entries that replace config.json's
     max_model_len: longest prompt + output [what the model and the cache allow]; async_scheduling [on a GPU]: see `step`
     max_num_seqs: most sequences in a step [1024 on a GPU of 64 GiB or more, else 256]
-    max_num_batched_tokens: most tokens in a step [8192, on CPU 512]; tensor_parallel_size: GPUs of this host to share
+    max_num_batched_tokens: most tokens in a step [8192, on CPU 512]; tensor_parallel_size: GPUs to share; tp_style:
+    "column" (the same bits on any number of them) or "row" (half the exchanges, bits of each number's own)
     gpu_memory_utilization: share of the GPU's memory to use; num_gpu_blocks_override: size of the cache in blocks of 64
     enable_prefix_caching, enforce_eager (no CUDA graphs): as in vLLM; ops: another op table (tests, benchmarks)"""
 

@@ -44,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
                 takes |= {"action": "extend", "nargs": "+"}
             add("--" + name, default=argparse.SUPPRESS, help=text, **takes)
     parser.set_defaults(max_tokens=512)  # the library's is the room left
-    add = parser.add_argument_group("engine", "None changes an answer, but where it is cut off.").add_argument
+    add = parser.add_argument_group("engine", "None but --tp-style changes an answer, except its cut-off.").add_argument
     add("--schedule", choices=["auto", "reference"], default="auto", help="reference: one fixed kernel configuration")
     add("--max-model-len", type=int, metavar="N", help="longest prompt + output (default: what model and cache allow)")
     add("--max-num-seqs", type=int, metavar="N", help="most sequences in a step (default: 1024 on a big GPU, else 256)")

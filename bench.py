@@ -57,7 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--max-num-batched-tokens", type=int, metavar="N", help="most tokens in a step (default: the engine's)")
     add("--num-gpu-blocks-override", type=int, metavar="N", help="size of the KV cache in blocks of 64 tokens, which "
         "several engines that share a GPU need (default: what the memory allows)")
-    add("--tensor-parallel-size", type=int, metavar="N", help="GPUs of this host that share the model (default: 1)")
+    add("--tensor-parallel-size", type=int, metavar="N", help="GPUs that share the model (default: 1)")
     add("--tp-style", choices=["column", "row"], help="how they share it (default: the engine's)")
     add("--threads", type=int, metavar="N", help="CPU threads (default: 1 for small workloads, which gain nothing from "
         "more and lose much on a busy machine)")

@@ -3,6 +3,7 @@
 import argparse
 import inspect
 import json
+import os
 import sys
 import time
 from dataclasses import asdict, fields
@@ -142,6 +143,8 @@ def main(argv: list[str] | None = None) -> int:
     args = (parser := build_parser()).parse_args(argv)
     if (args.system or args.no_think) and not args.chat:
         parser.error("--system and --no-think need --chat")
+    if "-" in (*args.prompt, args.prompt_file) and args.tensor_parallel_size > 1 and "LOCAL_WORLD_SIZE" in os.environ:
+        parser.error("torchrun's processes share one stdin: give the prompt as text, or in a file")
     if args.trace and (not args.receipt or args.tensor_parallel_size > 1):
         parser.error("--trace needs --receipt and --tensor-parallel-size 1")
     try:

@@ -169,7 +169,7 @@ class LLM:
                     observe: Callable | None = None, add_special_tokens: bool = True) -> str:
         """Queue a request and return its id; ValueError, and nothing queued, if it can never run. Requests with
         different `cache_salt`s share no cached prefix. `score_only` N: compute the prompt and stop, without logprobs of
-        its first N tokens; `observe` gets the sequence and the logits [num_rows, vocab_size] of the others."""
+        its first N tokens; `observe` is lent the sequence and the others' logits [num_rows, vocab_size]."""
         if self.runner.kv_cache is None:
             raise RuntimeError(ASLEEP)
         params = (params or SamplingParams()).resolve(self.generation_config)

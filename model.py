@@ -34,7 +34,6 @@ ROPE_KEYS = {  # rope type -> settings it understands beside rope_theta; anythin
 @dataclass(frozen=True)
 class ModelConfig:
     """What of a Hugging Face config.json decides the shape and the arithmetic of the model."""
-
     architecture: str
     vocab_size: int
     hidden_size: int
@@ -80,8 +79,7 @@ class ModelConfig:
         if heads % kv_heads:
             raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
         theta, rope_type, rope = read_rope(config)
-        bias = bool(config.get("attention_bias", False))
-        qwen2 = architecture == "Qwen2ForCausalLM"
+        bias, qwen2 = bool(config.get("attention_bias", False)), architecture == "Qwen2ForCausalLM"
         return cls(
             architecture, config["vocab_size"], config["hidden_size"], config["intermediate_size"],
             config["num_hidden_layers"], heads, kv_heads, head_dim, config.get("rms_norm_eps", 1e-6),
@@ -93,9 +91,8 @@ class ModelConfig:
     @property
     def max_model_len(self) -> int:
         """Longest context the checkpoint is meant for; YaRN stretches its original length by `factor`."""
-        if self.rope_type == "yarn":
-            return max(self.max_position_embeddings, int(self.rope["original"] * self.rope["factor"]))
-        return self.max_position_embeddings
+        stretched = int(self.rope["original"] * self.rope["factor"]) if self.rope_type == "yarn" else 0
+        return max(self.max_position_embeddings, stretched)
 
 
 def read_rope(config: dict) -> tuple[float, str, dict]:
@@ -194,17 +191,15 @@ def shard(c: ModelConfig, size: int) -> SimpleNamespace:
 
 class Linear(NamedTuple):
     """A weight [N, K], its bias and its leaf count (by the full weight's shape, never a shard's)."""
-
     weight: torch.Tensor
     bias: torch.Tensor | None
     leaves: int
 
 
 class Model:
-    """A decoder-only transformer over `ops`, or the part of it that rank `rank` of `size` owns.
-
-    `weights` maps every Hugging Face tensor name to the view of the (merged) parameter that holds the rank's rows of
-    it, `whole` to its whole shape and those rows; loading and random weights write through them. `num_heads` and
+    """A decoder-only transformer over `ops`, or the part of it that rank `rank` of `size` owns. `weights` maps every
+    Hugging Face tensor name to the view of the (merged) parameter that holds the rank's part of it, `whole` to its
+    whole shape and the index of that part; loading and random weights write through them. `num_heads` and
     `num_kv_heads` are the rank's, `most_kv_heads` the most that one has; `exchange`: how to get the others' columns."""
 
     def __init__(self, config: ModelConfig, ops: Ops, device: torch.device, dtype: torch.dtype, max_model_len: int,
@@ -338,19 +333,13 @@ class Model:
                 self.weights[name].copy_(data[self.whole[name][1]].to(self.dtype))
 
     def load_dummy(self, progress: bool = True) -> None:
-        """Random weights, made on the device, from a generator keyed by each tensor's name (no two are alike).
-
-        By their scales every block moves the residual by about its own size, and logits spread: greedy tokens vary."""
-        width = self.config.hidden_size**0.5
-        for name, (shape, rows) in tqdm(self.whole.items(), "random weights", disable=not progress, leave=False):
+        """Random weights, made on the device, from a generator keyed by each tensor's name (no two are alike). By their
+        scales every block moves the residual by about its own size, and logits spread: greedy tokens vary."""
+        gains = {"o_proj": 3.0, "down_proj": 3.0, "embed_tokens": 2.5, "lm_head": 2.5}
+        for name, (shape, index) in tqdm(self.whole.items(), "random weights", disable=not progress, leave=False):
             seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big")
             generator = torch.Generator(self.device).manual_seed(seed)
-            if name.endswith("norm.weight"):
-                mean, std = 1.0, 0.1
-            elif "embed_tokens" in name or "lm_head" in name:
-                mean, std = 0.0, 2.5 / width
-            else:
-                gain = 3.0 if "o_proj" in name or "down_proj" in name else 1.0
-                mean, std = 0.0, gain / (shape[-1] ** 0.5 if len(shape) == 2 else 10.0)
+            gain = next((gain for part, gain in gains.items() if part in name), 1.0)
+            mean, std = float(name.endswith("norm.weight")), gain / (shape[-1] ** 0.5 if len(shape) == 2 else 10.0)
             whole = torch.empty(shape, dtype=torch.float32, device=self.device)
-            self.weights[name].copy_(whole.normal_(mean, std, generator=generator)[rows].to(self.dtype))
+            self.weights[name].copy_(whole.normal_(mean, std, generator=generator)[index].to(self.dtype))

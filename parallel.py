@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from kernels.collectives import Group, SymmetricMemory
 
-STALL_SECONDS = 300  # of one step; the first ones compile
+TICK_SECONDS, STALL_TICKS = 5.0, 120  # of one step; the first ones compile
 
 
 class Ranks:
@@ -32,8 +32,8 @@ class Ranks:
     def __init__(self, size: int = 1, rank: int = 0, pipe: connection.Connection | None = None):
         self.size, self.rank, self.pipe, self.pipes = size, rank, pipe, []
         self.store = self.group = self.runner = self.since = None
-        self.processes, self.watches = [], []
-        if size > 1 and not pipe and "WORLD_SIZE" in os.environ:
+        self.processes, self.watches, self.closed = [], [], threading.Event()
+        if size > 1 and not pipe and "LOCAL_WORLD_SIZE" in os.environ and os.environ["WORLD_SIZE"] != "1":
             self._join(int(os.environ["WORLD_SIZE"]))
 
     def _join(self, world_size: int) -> None:
@@ -46,6 +46,8 @@ class Ranks:
             port, key = self.store.get("samebits").split()
             self.pipe = connection.Client((os.environ["MASTER_ADDR"], int(port)), authkey=key)
         else:
+            if self.store.add("engines", 1) > 1:
+                raise ValueError("torchrun's ranks ended with this program's first engine")
             key = secrets.token_hex(16)
             with connection.Listener(("", 0), backlog=self.size, authkey=key.encode()) as listener:
                 self.store.set("samebits", f"{listener.address[1]} {key}")
@@ -61,11 +63,13 @@ class Ranks:
         for rank in range(1, 1 if self.store else self.size):
             pipe, far_end = spawn.Pipe()
             self.pipes.append(pipe)
-            self.processes.append(spawn.Process(target=run, args=(rank, far_end, first, options), daemon=True))
-            self.watches.append(threading.Thread(target=self._watch, args=(rank, far_end), daemon=True))
-            self.processes[-1].start()
-            self.watches[-1].start()
-        threading.Thread(target=self._watch_stalls, daemon=True).start()
+            process = spawn.Process(target=run, args=(rank, far_end, first, options), daemon=True)
+            process.start()
+            self.processes.append(process)
+            self.watches.append(threading.Thread(target=self._watch, args=(rank, process, far_end), daemon=True))
+        self.watches.append(threading.Thread(target=self._watch_stalls, daemon=True))
+        for watch in self.watches:
+            watch.start()
         util.Finalize(llm, self.close, exitpriority=1)  # at the end of the program: before Python ends its children
 
     def tell(self, method: str, *args, **options) -> None:
@@ -101,9 +105,8 @@ class Ranks:
             port = self.least(own.port if own else 1 << 16)
             self.store = own or dist.TCPStore("127.0.0.1", port, is_master=False)
         one_host = not launched or os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
-        peers = {*range(torch.cuda.device_count())} - {device.index}
         usable = cuda and one_host and os.environ.get("SAMEBITS_SYMMETRIC_MEMORY") != "0" and all(
-            torch.cuda.can_device_access_peer(device.index, peer) for peer in peers)
+            torch.cuda.can_device_access_peer(device, i) for i in {*range(torch.cuda.device_count())} - {device.index})
         if self.least(int(usable)):
             return SymmetricMemory(self.rank, self.size, device, self.store, num_bytes)
         self.group = (dist.ProcessGroupNCCL if cuda else dist.ProcessGroupGloo)(self.store, self.rank, self.size)
@@ -125,35 +128,39 @@ class Ranks:
                 if broken:
                     time.sleep(0.5)  # if this is but the echo of a death, `_watch` ends the program meanwhile
                 if torch.cuda.is_initialized() and not (broken and self.group):
-                    self.since = time.monotonic() - STALL_SECONDS * 0.9 * broken
+                    self.since = time.monotonic()
                     torch.cuda.synchronize()  # a step may outlive its requests, and takes all ranks
-                self.pipes.clear()  # from here on a death is no accident
-                if self.group and self.runner:
+                self.pipes.clear()  # from here on a death is no accident; ranks of torchrun end by this
+                if self.runner:
                     self.runner.use_cache(None)
+                if self.group:
                     self.group.abort()
             finally:  # on a lost device, too
                 self.pipes.clear()
-                for process, watch in zip(self.processes, self.watches):
+                self.closed.set()
+                self.runner = None  # the threads still have `self`
+                for process in self.processes:
                     process.kill()
-                    watch.join()  # it reaps the process; a thread that outlives the interpreter would abort it
+                for watch in self.watches:
+                    watch.join()  # it reaps a process; a thread that outlives the interpreter would abort it
 
     def _watch_stalls(self) -> None:
         """End the program if a step takes so long that a rank must hang; on a GPU the others would wait for ever."""
-        while self.pipes:
-            time.sleep(min(5.0, STALL_SECONDS / 4))
-            if self.since and time.monotonic() - self.since > STALL_SECONDS:
-                print(f"error: a rank stalled: no step for {STALL_SECONDS} seconds", file=sys.stderr, flush=True)
+        since, ticks = None, 0  # not a clock's time: this process may have been stopped
+        while not self.closed.wait(TICK_SECONDS):
+            since, ticks = self.since, ticks + 1 if self.since and self.since == since else 0
+            if ticks == STALL_TICKS:
+                print("error: a rank stalled: a step does not end", file=sys.stderr, flush=True)
                 self.pipes.clear()  # `_watch` need not say more
                 for process in self.processes:
                     process.kill()
                 os._exit(1)
 
-    def _watch(self, rank: int, far_end: connection.Connection) -> None:
+    def _watch(self, rank: int, process, far_end: connection.Connection) -> None:
         """End the program with a rank, for which the others would wait. (An open `far_end` lets nobody else notice.)"""
-        self.processes[rank - 1].join()
+        process.join()
         if self.pipes:
-            exit_code = self.processes[rank - 1].exitcode
-            print(f"error: rank {rank} died (exit code {exit_code})", file=sys.stderr, flush=True)
+            print(f"error: rank {rank} died (exit code {process.exitcode})", file=sys.stderr, flush=True)
             os._exit(1)
 
 
@@ -168,7 +175,8 @@ def run(rank: int, pipe: connection.Connection, first_gpu: int | None, options: 
         from engine import LLM
         LLM(**options, _ranks=Ranks(options["tensor_parallel_size"], rank, pipe))
     except BaseException as error:
-        pipe.send(said := f"rank {rank} failed: {type(error).__name__}: {error}")
-        time.sleep(5)  # if rank 0 is starting, or fails likewise, it raises an error and ends this process
-        print(f"error: {said}", file=sys.stderr, flush=True)
+        if not isinstance(error, EOFError):  # which tells that rank 0 gave up
+            pipe.send(said := f"rank {rank} failed: {type(error).__name__}: {error}")
+            time.sleep(5)  # if rank 0 is starting, or fails likewise, it raises an error and ends this process
+            print(f"error: {said}", file=sys.stderr, flush=True)
     os._exit(1)

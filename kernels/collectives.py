@@ -28,8 +28,8 @@ class Group:
 
     def gather(self, compute: Callable, M: int, cut: list[range], dtype: torch.dtype, buffer: int,
                out: torch.Tensor | None = None) -> torch.Tensor:
-        """The whole [M, cut[-1].stop] of `dtype`: `out` if given, else a tensor that stays until the next exchange but
-        one. cut: the columns of each rank; buffer: where they travel. compute(out=places) writes this rank's to each of
+        """The whole [M, cut[-1].stop] of `dtype`: `out` if given, else a tensor that stays until its buffer's next use.
+        cut: the columns of each rank; buffer: where they travel. compute(out=places) writes this rank's to each of
         several places, [M, len(cut[rank])] of one row stride; compute() returns them.
 
         Reduction order: none; a copy.

@@ -5,6 +5,7 @@ import itertools
 import multiprocessing
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -51,6 +52,8 @@ def test_all_reduce_adds_in_rank_order(size, kind, monkeypatch):
         parts = torch.randn(size, M, N, generator=generator) * 10.0 ** torch.randint(-4, 4, (size, M, N),
                                                                                      generator=generator)
         bias, cut = torch.randn(N, generator=generator), deal(N, size, 1)
+        sums = [functools.reduce(torch.add, order) for order in itertools.permutations(parts)]
+        assert size == 2 or M * N < 50 or not all(same_bits(sums[0], other) for other in sums)  # an order would show
         for added in (None, bias):
             expected = parts[0]
             for term in parts[1:] if added is None else (*parts[1:], bias):
@@ -64,12 +67,6 @@ def test_all_reduce_adds_in_rank_order(size, kind, monkeypatch):
 
             for found in itertools.chain(*on_threads(size, kind, run)):
                 assert same_bits(found, expected.to(dtype)), (M, N, shots, dtype)
-
-
-def test_a_sum_has_an_order():
-    """What the test before would miss if no order showed."""
-    a, b, c = (torch.full((1, 1), value) for value in (1e8, -1e8, 1.0))
-    assert not same_bits(a + b + c, a + c + b)
 
 
 @pytest.mark.parametrize("config, size", [(QWEN3, 2), (LLAMA, 3)], ids=["tied-2", "biases-3"])
@@ -149,3 +146,27 @@ def test_ops_write_to_all_ranks(style, tmp_path, monkeypatch):
         assert one.outputs[0].logprobs == pytest.approx(two.outputs[0].logprobs, rel=1e-5)
         ones, twos = ([logprob for logprob, _ in output.prompt_logprobs[1:]] for output in (one, two))
         assert ones == pytest.approx(twos, rel=1e-5)
+
+
+def connect_all(names: list[str], monkeypatch) -> list[str]:
+    """What `connect` says on ranks whose GPUs have these names; threads stand for processes."""
+    pairs = [multiprocessing.Pipe() for _ in names[1:]]
+    ranks = [parallel.Ranks(len(names)), *(parallel.Ranks(len(names), i, far) for i, (_, far) in enumerate(pairs, 1))]
+    ranks[0].pipes = [near for near, _ in pairs]
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names[device.index])
+
+    def connect(rank: parallel.Ranks) -> str:
+        try:
+            return str(rank.connect(torch.device("cuda", rank.rank), [1]))
+        except (ValueError, OSError, EOFError) as error:
+            with suppress(OSError):  # rank 0 may be gone
+                rank.pipe.send(str(error)) if rank.pipe else [pipe.close() for pipe in rank.pipes]
+            return str(error)
+
+    with ThreadPoolExecutor() as threads:
+        return list(threads.map(connect, ranks))
+
+
+@pytest.mark.parametrize("names", [["A", "B"], ["B", "A"], ["A", "A", "B"], ["B", "A", "A", "B"]])
+def test_gpus_must_be_of_one_kind(names, monkeypatch):
+    assert "takes GPUs of one kind" in connect_all(names, monkeypatch)[0]

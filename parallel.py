@@ -141,7 +141,7 @@ class Ranks:
                 self.runner = None  # the threads still have `self`
                 for process in self.processes:
                     process.kill()
-                for watch in self.watches:
+                for watch in {*self.watches} - {threading.current_thread()}:  # garbage may be collected on any
                     watch.join()  # it reaps a process; a thread that outlives the interpreter would abort it
 
     def _watch_stalls(self) -> None:

@@ -4,6 +4,7 @@ import functools
 import itertools
 import multiprocessing
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -22,11 +23,16 @@ from sampler import SamplingParams
 
 
 class Shared(SymmetricMemory):
-    """Host memory for the GPUs', and a barrier of processes or threads for theirs."""
+    """Host memory for the GPUs', and a barrier of processes or threads for theirs. The last rank is late to read what a
+    barrier lets it read: who writes there too early is found out."""
 
     def __init__(self, rank: int, buffers: list, barrier):
         self.rank, self.size, self.buffers, self.turn = rank, len(buffers[0]), buffers, collectives.ODD
-        self.handle = SimpleNamespace(barrier=barrier.wait)
+        self.handle, self.wait = SimpleNamespace(barrier=self.late_barrier), barrier.wait
+
+    def late_barrier(self) -> None:
+        self.wait()
+        time.sleep(0.02 if self.rank == self.size - 1 else 0)
 
 
 def on_threads(size: int, kind: str, run) -> list:
@@ -47,7 +53,7 @@ def on_threads(size: int, kind: str, run) -> list:
 @pytest.mark.parametrize("size", [2, 3])
 def test_all_reduce_adds_in_rank_order(size, kind, monkeypatch):
     generator = torch.Generator().manual_seed(size)
-    for M, N, shots, dtype in itertools.product((1, 7, 40), (3, 51, 128), (1, 2), (torch.float32, torch.bfloat16)):
+    for M, N, shots, dtype in itertools.product((1, 40), (3, 128), (1, 2), (torch.float32, torch.bfloat16)):
         monkeypatch.setattr(collectives, "TWO_SHOT", 0 if shots == 2 else 1 << 20)
         parts = torch.randn(size, M, N, generator=generator) * 10.0 ** torch.randint(-4, 4, (size, M, N),
                                                                                      generator=generator)
@@ -60,13 +66,44 @@ def test_all_reduce_adds_in_rank_order(size, kind, monkeypatch):
                 expected = expected + term
 
             def run(exchange, parts=parts, added=added, M=M, cut=cut, dtype=dtype):
-                def compute(out=None):
-                    return out[0].copy_(parts[exchange.rank]) if out else parts[exchange.rank]
+                def reduced(factor: float) -> torch.Tensor:  # a power of two: nothing is rounded otherwise
+                    part, bias = parts[exchange.rank] * factor, None if added is None else added * factor
 
-                return [exchange.all_reduce(compute, M, cut, dtype, added).clone() for _ in range(3)]  # buffers' turns
+                    def compute(out=None):
+                        return out[0].copy_(part) if out else part
 
-            for found in itertools.chain(*on_threads(size, kind, run)):
-                assert same_bits(found, expected.to(dtype)), (M, N, shots, dtype)
+                    return exchange.all_reduce(compute, M, cut, dtype, bias).clone()
+
+                return [reduced(factor) for factor in (1.0, 2.0, 4.0)]  # one after the other, in buffers' turns
+
+            for found in on_threads(size, kind, run):
+                assert all(same_bits(a, (expected * factor).to(dtype)) for a, factor in zip(
+                    found, (1.0, 2.0, 4.0), strict=True)), (M, N, shots, dtype)
+
+
+@pytest.mark.parametrize("kind", ["gloo", "shared"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_gathers_that_follow_each_other(size, kind):
+    """In one buffer, that of the logits; in the two of a layer by turns."""
+    M, cut = 5, deal(307, size, 64)
+
+    def run(exchange) -> list[torch.Tensor]:
+        def gathered(t: int, buffer: int, out=None) -> torch.Tensor:
+            part = torch.full((M, len(cut[exchange.rank])), t * size + exchange.rank, dtype=torch.float32)
+
+            def compute(out=None):
+                return [place.copy_(part) for place in out] if out else part
+
+            return exchange.gather(compute, M, cut, torch.float32, buffer, out)
+
+        logits = [gathered(t, collectives.LOGITS).clone() for t in range(4)]
+        layer = [gathered(t, (collectives.ODD, collectives.EVEN)[t % 2]).clone() for t in range(4)]
+        return [*logits, *layer, gathered(0, collectives.LOGITS, torch.empty(M, 307))]
+
+    for found in on_threads(size, kind, run):
+        for t, whole in zip([*range(4), *range(4), 0], found, strict=True):
+            expected = torch.cat([torch.full((M, len(own)), float(t * size + i)) for i, own in enumerate(cut)], 1)
+            assert same_bits(whole, expected), t
 
 
 @pytest.mark.parametrize("config, size", [(QWEN3, 2), (LLAMA, 3)], ids=["tied-2", "biases-3"])

@@ -337,9 +337,22 @@ def test_a_rank_that_dies_ends_all(serving):
     assert_gone(everyone)
 
 
+IMPATIENT = "import parallel\nparallel.TICK_SECONDS, parallel.STALL_TICKS = 0.5, 6\n" + SERVE
+
+
+@needs_proc
+def test_who_waits_for_requests_has_not_stalled():
+    process = start(["-c", IMPATIENT, "idle"])
+    process.stdout.readline()
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=6)
+    process.kill()
+    assert process.communicate()[1] == ""
+
+
 @needs_proc
 def test_a_rank_that_stalls_ends_all():
-    process = start(["-c", "import parallel\nparallel.TICK_SECONDS, parallel.STALL_TICKS = 0.5, 6\n" + SERVE, "busy"])
+    process = start(["-c", IMPATIENT, "busy"])
     pids = [int(pid) for pid in process.stdout.readline().split()]
     everyone = of_session(process.pid)
     time.sleep(4)

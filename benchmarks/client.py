@@ -7,7 +7,7 @@ import re
 import ssl
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 LIMIT = 1 << 24  # bytes of a line: an event of a stream may carry many tokens
@@ -23,10 +23,12 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Client:
-    """base_url is as OpenAI's clients take it, with its /v1."""
+    """base_url is as OpenAI's clients take it, with its /v1. `sending`: requests that are on their way at once; of
+    thousands the first should be with the server while the last is not yet written."""
 
     base_url: str
     api_key: str | None = None
+    sending: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(16))
 
     async def _send(self, method: str, path: str, body: dict | None) -> tuple[
             int, dict, asyncio.StreamReader, asyncio.StreamWriter]:
@@ -34,14 +36,15 @@ class Client:
         url = urlsplit(self.base_url.rstrip("/") + path)
         secure = ssl.create_default_context() if url.scheme == "https" else None
         port = url.port or (443 if secure else 80)
-        reader, writer = await asyncio.open_connection(url.hostname, port, ssl=secure, limit=LIMIT)
-        try:
+        async with self.sending:
             content = b"" if body is None else json.dumps(body).encode()
             head = [f"{method} {url.path} HTTP/1.1", f"Host: {url.netloc.rpartition('@')[2]}", "Connection: close",
                     "Content-Type: application/json", f"Content-Length: {len(content)}"]
             if self.api_key:
                 head.append(f"Authorization: Bearer {self.api_key}")
+            reader, writer = await asyncio.open_connection(url.hostname, port, ssl=secure, limit=LIMIT)
             writer.write("\r\n".join(head + ["", ""]).encode() + content)
+        try:
             await writer.drain()
             line = await reader.readuntil(b"\r\n")
             if not (found := re.match(rb"HTTP/1\.[01] (\d{3})\b", line)):

@@ -136,11 +136,11 @@ CONSERVATIVE = Schedules("conservative", linear=(
 # Best of `benchmarks/tune_linear.py rows` on an H200. Clipped rows are slow: M = 32 or 96 takes longer than 64 or 128.
 HOPPER = Schedules("hopper", linear=(
     (16, (LinearSchedule(16, 64, 128, 4, 5, tma=True), NARROW),
-     (LinearSchedule(16, 64, 256, 4, 4, split=True, tma=True), NARROW)),
+     (LinearSchedule(16, 64, 128, 4, 5, split=True, tma=True), NARROW)),
     (64, (LinearSchedule(64, 64, 128, 4, 6, tma=True),), (LinearSchedule(64, 64, 128, 4, 6, split=True, tma=True),)),
     (128, (LinearSchedule(64, 128, 128, 4, 4, tma=True),), (LinearSchedule(64, 128, 128, 4, 4, split=True, tma=True),)),
     (ANY, (LinearSchedule(128, 256, 64, 8, 3, tma=True), LinearSchedule(128, 128, 64, 4, 5, tma=True)),
-     (LinearSchedule(128, 128, 64, 8, 6, split=True, tma=True),))),
+     (LinearSchedule(128, 128, 64, 8, 5, split=True, tma=True),))),
     decode=(AttentionSchedule(16, 4, 3, tma=True), AttentionSchedule(16, 2, 2, tma=True)),
     prefill=AttentionSchedule(64, 4, 2, tma=True))
 

@@ -100,6 +100,14 @@ def launch_table(table: tiles.Schedules, rows: int) -> None:
     sample.sample(logits, f, j, j, f, j, i)
 
 
+def launch_selfcheck(table: tiles.Schedules) -> None:
+    """What --selfcheck asks of the products: any schedule, any number of leaves, results in fp32, too."""
+    for one in {one for _, *kinds in table.linear for kind in kinds for one in kind}:
+        for leaves, dtype in ((1, torch.bfloat16), (1, torch.float32), (2, torch.float32)):
+            if one.fits(dtype.itemsize):
+                linear.linear(meta(257, 512), meta(272, 512), None, leaves, dtype, one, meta(16384, dtype=torch.int32))
+
+
 def written_scores(constants: dict, options: dict) -> int:
     """Scores of attention that a thread computes in the code of its loops, one or two; 0 for another kernel."""
     if "TILE" not in constants:
@@ -126,6 +134,7 @@ def main() -> None:
         launches.clear()
         for bound, *_ in table.linear:
             launch_table(table, min(bound, 4096))
+        launch_selfcheck(table)
         for kernel, bound, options in launches:
             src, constants = source(kernel, bound)
             key = (target, kernel.__name__, str(src.signature), str(constants), str(options), str(src.attrs))

@@ -91,12 +91,14 @@ class Tokenizer:
         if not isinstance(messages, (list, tuple)) or not messages or not all(
                 isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages):
             raise ValueError("messages must be a non-empty list of dicts, each with a 'role' string")
+        if self._template is None:
+            raise ValueError(f"{self._folder} has no chat template; use a plain prompt, or add a chat_template.jinja")
         # OpenAI clients send `"tool_calls": null`; many templates would print it as "None".
         messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
-        variables = {"messages": messages, "tools": None, "add_generation_prompt": True} | variables
-        template = self._compiled_template
         try:
-            return template.render(self._named_tokens | variables)
+            return self._compiled_template.render(variables, messages=messages)
+        except TemplateSyntaxError as error:
+            raise ValueError(f"{self._folder}: chat template, line {error.lineno}: {error.message}") from error
         except Exception as error:  # a template is foreign code: whatever it raises, the messages did not suit it
             raise ValueError(f"the chat template refused the messages: {type(error).__name__}: {error}") from error
 
@@ -104,18 +106,13 @@ class Tokenizer:
     def _compiled_template(self) -> Template:
         def raise_exception(message):
             raise TemplateError(message)
-        if self._template is None:
-            raise ValueError(f"{self._folder} has no chat template; use a plain prompt, or add a chat_template.jinja")
         # `{% generation %}` marks what to train on; to render, it is a scope like any other.
         template = re.sub(r"(\{%[-+]?)\s*(end)?generation\s*([-+]?%\})", r"\1 \2with \3", self._template)
         env = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[ext.loopcontrols])
         # Jinja's own `tojson` sorts keys and escapes <, > and & for HTML.
         env.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         env.globals.update(raise_exception=raise_exception, strftime_now=lambda form: datetime.now().strftime(form))
-        try:
-            return env.from_string(template)
-        except TemplateSyntaxError as error:
-            raise ValueError(f"{self._folder}: chat template, line {error.lineno}: {error.message}") from error
+        return env.from_string(template, globals=self._named_tokens | {"tools": None, "add_generation_prompt": True})
 
 
 def unfinished_start(text: str, string: str) -> int:

@@ -141,15 +141,20 @@ class Detokenizer:
         """Take one token; return the text it releases, which may be empty (always, after a stop string). With
         `check_stop=False` (fewer than `min_tokens` so far) a stop string that ends in this token passes; one that ends
         in a later, checked token counts wherever it begins, so its beginning is held back all the same."""
-        if self.stop_reason is not None:
+        data = b"" if token_id in self._skipped_ids else self._tokenizer.token_bytes(token_id)
+        if data == b"" or self.stop_reason is not None:
             return ""
-        text = self._held + self._decode(token_id)
-        if check_stop:
-            # A match ends in the new text: what was held before is unfinished, or passed unchecked.
-            found = ((text.find(string, max(0, len(self._held) + 1 - len(string))), string) for string in self._stop)
-            if matches := [(start + len(string), start, string) for start, string in found if start >= 0]:
-                end, start, self.stop_reason = min(matches)
-                return text[:end if self._include_stop else start]
+        before, self._before = self._before, [token_id]
+        if data is None:
+            ids = before + [token_id]
+            known, text = (self._tokenizer.decode(part, skip_special_tokens=False) for part in (before, ids))
+            data = text[len(known):].encode()
+        text = self._held + self._utf8.decode(data)
+        # A match ends in the new text: what was held before is unfinished, or passed unchecked.
+        for end in range(len(self._held) + 1, len(text) + 1) if check_stop else ():
+            if complete := [string for string in self._stop if text.endswith(string, 0, end)]:
+                self.stop_reason = max(complete, key=len)
+                return text[:end if self._include_stop else end - len(self.stop_reason)]
         cut = min((unfinished_start(text, string) for string in self._stop), default=len(text))
         self._held = text[cut:]
         return text[:cut]
@@ -158,14 +163,3 @@ class Detokenizer:
         """End the sequence: release what is held, be it the beginning of a stop string or half a character."""
         rest, self._held = self._held + self._utf8.decode(b"", final=True), ""
         return "" if self.stop_reason is not None else rest
-
-    def _decode(self, token_id: int) -> str:
-        """Return the characters that this token completes."""
-        data = b"" if token_id in self._skipped_ids else self._tokenizer.token_bytes(token_id)
-        if data is not None:
-            self._before = [token_id] if data else self._before
-            return self._utf8.decode(data)
-        before, self._before = self._before, [token_id]
-        unfinished = self._utf8.decode(b"", final=True)  # a token of text ends a run of byte tokens, whole or not
-        known, text = (self._tokenizer.decode(ids, skip_special_tokens=False) for ids in (before, before + [token_id]))
-        return unfinished + text[len(known):]

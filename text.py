@@ -45,13 +45,11 @@ class Tokenizer:
         self._named_tokens = {key: text for key, text in named if key.endswith("_token") and isinstance(text, str)}
         self.bos_token_id, self.eos_token_id = (
             self._backend.token_to_id(self._named_tokens.get(name, "")) for name in ("bos_token", "eos_token"))
-        decoder = json.loads(self._backend.decoder.__getstate__()) if self._backend.decoder else {"type": "none"}
-        kinds = [part["type"] for part in decoder.get("decoders", [decoder])]
-        self._has_byte_tokens = "ByteFallback" in kinds
         # Of a byte-level vocabulary's characters printable Latin-1 is itself; the others, in order, are from U+0100 on.
         alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
         byte_values = sorted(range(256), key=lambda byte: (chr(byte) not in alphabet, byte))
-        self._byte_of = dict(zip(alphabet, byte_values, strict=True)) if kinds == ["ByteLevel"] else None
+        is_byte_level = self._backend.decoder and self._backend.decoder.decode(["Ġ"]) == " "
+        self._byte_of = dict(zip(alphabet, byte_values, strict=True)) if is_byte_level else None
         template, path = settings.get("chat_template"), self._folder / "chat_template.jinja"
         if isinstance(template, list):
             template = {entry["name"]: entry["template"] for entry in template}.get("default")
@@ -82,8 +80,8 @@ class Tokenizer:
         if self._byte_of is not None:
             is_plain = not self._byte_of.keys() >= set(piece)  # an added token, kept as it is
             return piece.encode("utf-8") if is_plain else bytes(map(self._byte_of.get, piece))
-        byte = re.fullmatch("<0x([0-9A-Fa-f]{2})>", piece) if self._has_byte_tokens else None
-        return bytes.fromhex(byte[1]) if byte else None
+        byte = re.fullmatch("<0x([0-9A-Fa-f]{2})>", piece)  # text like any other where the decoder leaves it as it is
+        return bytes.fromhex(byte[1]) if byte and self.decode([token_id], False) != piece else None
 
     def apply_chat_template(self, messages: list[dict], **variables) -> str:
         """Render `messages` with the model's chat template; `variables` reach it (`tools`, `enable_thinking=False`).

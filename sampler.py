@@ -109,20 +109,17 @@ def adjust(logits: torch.Tensor, seqs: list) -> torch.Tensor:
             output = seq.token_ids[seq.num_prompt_tokens :]
             repeated = set(seq.token_ids) if p.repetition_penalty != 1 else set()
             counts = Counter(output) if p.presence_penalty or p.frequency_penalty else {}
-            banned = seq.stop_token_ids if len(output) < p.min_tokens else frozenset()
-            for token in repeated | set(counts) | set(p.logit_bias) | banned:
+            banned = {end for end in seq.stop_token_ids if len(output) < p.min_tokens and end < logits.shape[1]}
+            for token in repeated.union(counts, p.logit_bias, banned):
                 add = -math.inf if token in banned else p.logit_bias.get(token, 0.0)
-                if token in counts:
-                    add -= p.presence_penalty + p.frequency_penalty * counts[token]
+                add -= p.presence_penalty * (token in counts) + p.frequency_penalty * counts.get(token, 0)
                 entries.append((i, token, p.repetition_penalty if token in repeated else 1.0, add))
-    entries = [entry for entry in entries if entry[1] < logits.shape[1]]
     if not entries:
         return logits
     columns = upload(np.array(entries, np.float64).T.copy(), logits.device)  # exact for ids; factors round once
     index, (factor, add) = tuple(columns[:2].long()), columns[2:].float()
-    x, adjusted = logits[index], logits.clone()
-    adjusted[index] = torch.where(x > 0, x / factor, x * factor) + add
-    return adjusted
+    x = logits[index]
+    return logits.index_put(index, torch.where(x > 0, x / factor, x * factor) + add)
 
 
 def choose(logits: torch.Tensor, seqs: list, ops: Ops) -> torch.Tensor:
@@ -143,5 +140,4 @@ def choose(logits: torch.Tensor, seqs: list, ops: Ops) -> torch.Tensor:
     temperature, min_p = upload(np.array(real, np.float32).T.copy(), logits.device)
     rows = adjusted if len(racing) == len(seqs) else adjusted[index]
     drawn = ops.sample(rows, temperature, top_k, top_p, min_p, seed, position.to(torch.int32))
-    tokens[index] = torch.where(tokens[index] < V, drawn, tokens[index])  # broken rows stay broken
-    return tokens
+    return tokens.index_put((index,), torch.where(tokens[index] < V, drawn, tokens[index]))  # broken rows stay broken

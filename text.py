@@ -46,10 +46,9 @@ class Tokenizer:
         self.bos_token_id, self.eos_token_id = (
             self._backend.token_to_id(self._named_tokens.get(name, "")) for name in ("bos_token", "eos_token"))
         # Of a byte-level vocabulary's characters printable Latin-1 is itself; the others, in order, are from U+0100 on.
-        alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-        byte_values = sorted(range(256), key=lambda byte: (chr(byte) not in alphabet, byte))
-        is_byte_level = self._backend.decoder and self._backend.decoder.decode(["Ġ"]) == " "
-        self._byte_of = dict(zip(alphabet, byte_values, strict=True)) if is_byte_level else None
+        alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+        byte_of = dict(zip(sorted(alphabet), sorted(range(256), key=lambda byte: chr(byte) not in alphabet)))
+        self._byte_of = byte_of if self._backend.decoder and self._backend.decoder.decode(["Ġ"]) == " " else None
         template, path = settings.get("chat_template"), self._folder / "chat_template.jinja"
         if isinstance(template, list):
             template = {entry["name"]: entry["template"] for entry in template}.get("default")
@@ -115,8 +114,7 @@ class Tokenizer:
 
 def unfinished_start(text: str, string: str) -> int:
     """Return where the longest end of `text` that is a proper beginning of `string` starts; len(text) if none is."""
-    starts = range(max(0, len(text) + 1 - len(string)), len(text) + 1)
-    return next(start for start in starts if string.startswith(text[start:]))
+    return len(text) - max(n for n in range(min(len(string), len(text) + 1)) if text.endswith(string[:n]))
 
 
 class Detokenizer:
@@ -144,8 +142,7 @@ class Detokenizer:
             return ""
         before, self._before = self._before, [token_id]
         if data is None:
-            ids = before + [token_id]
-            known, text = (self._tokenizer.decode(part, skip_special_tokens=False) for part in (before, ids))
+            known, text = (self._tokenizer.decode(ids, False) for ids in (before, [*before, token_id]))
             data = text[len(known):].encode()
         text = self._held + self._utf8.decode(data)
         # A match ends in the new text: what was held before is unfinished, or passed unchecked.

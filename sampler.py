@@ -58,15 +58,12 @@ class SamplingParams:
         """Fill what is None from `defaults` (a generation_config.json), else with what changes nothing; validate."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         values = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
-        greedy = {"temperature": 0.0} if defaults.get("do_sample") is False else {}
-        for source in (defaults, greedy, vars(self)):
+        for source in (defaults, {"temperature": 0.0} if defaults.get("do_sample") is False else {}, vars(self)):
             values |= {name: source[name] for name in values if source.get(name) is not None}
-        filled = replace(self, stop=stop, stop_token_ids=tuple(self.stop_token_ids or ()), **values)
-        filled.validate()
-        return filled
+        return replace(self, stop=stop, stop_token_ids=tuple(self.stop_token_ids or ()), **values).validate()
 
-    def validate(self) -> None:
-        """Raise ValueError, naming the parameter, its value and its range."""
+    def validate(self) -> "SamplingParams":
+        """Return them as they are, or raise ValueError, naming the parameter, its value and its range."""
         for parameter in fields(self):
             name, value, low = parameter.name, getattr(self, parameter.name), parameter.metadata.get("low")
             if low is None or (value is None and parameter.default is None):
@@ -88,6 +85,7 @@ class SamplingParams:
                 raise ValueError(f"{name} must be token ids, got {ids!r}")
         if not all(isinstance(bias, numbers.Real) and abs(bias) <= 1e6 for bias in self.logit_bias.values()):
             raise ValueError(f"logit_bias must be numbers between -1e6 and 1e6, got {self.logit_bias!r}")
+        return self
 
     @property
     def has_penalties(self) -> bool:

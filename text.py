@@ -45,7 +45,7 @@ class Tokenizer:
         self._named_tokens = {key: text for key, text in named if key.endswith("_token") and isinstance(text, str)}
         self.bos_token_id, self.eos_token_id = (
             self._backend.token_to_id(self._named_tokens.get(name, "")) for name in ("bos_token", "eos_token"))
-        # Of a byte-level vocabulary's characters printable Latin-1 is itself; the others, in order, are from U+0100 on.
+        # A byte-level vocabulary has printable Latin-1 as it is; the others, in order, from U+0100 on (a space as Ġ).
         alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
         byte_of = dict(zip(sorted(alphabet), sorted(range(256), key=lambda byte: chr(byte) not in alphabet)))
         self._byte_of = byte_of if self._backend.decoder and self._backend.decoder.decode(["Ġ"]) == " " else None
@@ -80,7 +80,7 @@ class Tokenizer:
             is_plain = not self._byte_of.keys() >= set(piece)  # an added token, kept as it is
             return piece.encode("utf-8") if is_plain else bytes(map(self._byte_of.get, piece))
         byte = re.fullmatch("<0x([0-9A-Fa-f]{2})>", piece)  # text like any other where the decoder leaves it as it is
-        return bytes.fromhex(byte[1]) if byte and self.decode([token_id], False) != piece else None
+        return bytes.fromhex(byte[1]) if byte and self.decode([token_id], skip_special_tokens=False) != piece else None
 
     def apply_chat_template(self, messages: list[dict], **variables) -> str:
         """Render `messages` with the model's chat template; `variables` reach it (`tools`, `enable_thinking=False`).
@@ -143,7 +143,7 @@ class Detokenizer:
         before, self._before = self._before, [token_id]
         if data is None:
             known, text = (self._tokenizer.decode(ids, False) for ids in (before, [*before, token_id]))
-            data = text[len(known):].encode()
+            data = text[len(known):].encode()  # as bytes it ends a run of byte tokens, whole or not
         text = self._held + self._utf8.decode(data)
         # A match ends in the new text: what was held before is unfinished, or passed unchecked.
         for end in range(len(self._held) + 1, len(text) + 1) if check_stop else ():

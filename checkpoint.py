@@ -4,7 +4,6 @@ Owns the way from a model's name to tensors on disk; must not know what a tensor
 contradict each other is refused before a weight is read: a stale tensor would not fail later, only answer wrongly."""
 
 import json
-import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,13 +87,11 @@ class Checkpoint:
         self.files = [self.folder / name for name in sorted(set(weight_map.values())) or [SINGLE_NAME]]
         self.shapes, self.dtypes, file_of = {}, {}, {}  # by tensor name
         for file in self.files:
-            with open_safetensors(file) as handle:
-                for name in handle.keys():
-                    if file_of.setdefault(name, file.name) != file.name:
-                        raise ValueError(f"tensor {name} is in both {file_of[name]} and {file.name} of {self.folder}; "
-                                         "which one counts is anyone's guess: fetch the checkpoint again")
-                    view = handle.get_slice(name)
-                    self.shapes[name], self.dtypes[name] = tuple(view.get_shape()), view.get_dtype()
+            for name, view in read_slices(file):
+                if file_of.setdefault(name, file.name) != file.name:
+                    raise ValueError(f"tensor {name} is in both {file_of[name]} and {file.name} of {self.folder}; "
+                                     "which one counts is anyone's guess: fetch the checkpoint again")
+                self.shapes[name], self.dtypes[name] = tuple(view.get_shape()), view.get_dtype()
         for name, shard in weight_map.items():
             if file_of.get(name) != shard:
                 raise ValueError(f"{INDEX_NAME} of {self.folder} puts tensor {name} in {shard}, which lacks it; "
@@ -103,20 +100,16 @@ class Checkpoint:
     def tensors(self, progress: bool = True) -> Iterator[tuple[str, object]]:
         """Yield (name, slice) of every tensor, file by file, in the order of their bytes. `slice[a:b]` reads those
         rows as a torch tensor over the mapped file; index it before taking the next: the file is closed at its end."""
-        num_bytes = {name: math.prod(shape) * int((re.search(r"\d+", self.dtypes[name]) or "8")[0]) // 8
-                     for name, shape in self.shapes.items()}  # the width is in a dtype's name ("BF16"), but for BOOL
-        with tqdm(total=sum(num_bytes.values()), desc="loading weights", unit="B", unit_scale=True,
-                  mininterval=0.5, disable=not progress) as bar:  # seldom enough to keep a log file readable
-            for file in self.files:
-                with open_safetensors(file) as handle:
-                    for name in handle.offset_keys():
-                        yield name, handle.get_slice(name)
-                        bar.update(num_bytes[name])
+        views = (pair for file in self.files for pair in read_slices(file))
+        yield from tqdm(views, "loading weights", len(self.shapes), disable=not progress,
+                        mininterval=0.5)  # seldom enough to keep a log file readable
 
 
-def open_safetensors(file: Path):
-    """Open a file for torch; ValueError names one that is damaged (its length must match its header)."""
+def read_slices(file: Path) -> Iterator[tuple[str, object]]:
+    """`Checkpoint.tensors` of one file; ValueError names one that is damaged (its length must match its header)."""
     try:
-        return safe_open(file, framework="pt")
+        with safe_open(file, framework="pt") as handle:
+            for name in handle.offset_keys():
+                yield name, handle.get_slice(name)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{file} is truncated or corrupt ({error}); delete it and fetch it again") from error

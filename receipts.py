@@ -15,7 +15,6 @@ from functools import cache
 from pathlib import Path
 from runpy import run_path
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -40,14 +39,12 @@ def file_digest(file: Path) -> str:
 def weight_digest(folder: Path) -> str:
     """sha256 over the safetensors files' names and sha256s, 16 hex digits; cached beside them, by size and time."""
     files, cached = Checkpoint(folder).files, folder / DIGEST_FILE
-    stamp = {f.name: [f.stat().st_size, f.stat().st_mtime_ns] for f in files}
-    with suppress(OSError, ValueError, KeyError, TypeError):  # there is none yet, or it is broken
-        known = json.loads(cached.read_text())
-        if known["stamp"] == stamp:
-            return known["digest"]
+    stamp = json.dumps([[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files])
+    with suppress(OSError, ValueError, KeyError, TypeError):  # there is none yet, it is of other files, or broken
+        return json.loads(cached.read_text())[stamp]
     digest = hashlib.sha256(json.dumps([[f.name, file_digest(f)] for f in files]).encode()).hexdigest()[:16]
     with suppress(OSError):  # a read-only folder: computed again next time
-        cached.write_text(json.dumps({"stamp": stamp, "digest": digest}))
+        cached.write_text(json.dumps({stamp: digest}))
     return digest
 
 
@@ -88,7 +85,7 @@ def fingerprint(llm) -> str:
 
 def hex_words(logprobs: list[float]) -> list[str]:
     """The bits of each fp32 logprob as 8 hex digits."""
-    return [f"{word:08x}" for word in np.array(logprobs, np.float32).view(np.uint32).tolist()]
+    return [f"{word:08x}" for word in torch.tensor(logprobs, dtype=torch.float32).view(torch.uint32).tolist()]
 
 
 def receipt_digest(receipt: dict) -> str:

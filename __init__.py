@@ -6,13 +6,12 @@ beside it while it imports them, and a module of the same name from elsewhere is
 import sys
 from pathlib import Path
 
-_here = str(Path(__file__).parent)
-sys.path.insert(0, _here)
+sys.path.insert(0, __path__[0])
 try:
     import engine
 finally:
-    sys.path.remove(_here)
-if Path(engine.__file__).parent != Path(_here):
+    sys.path.remove(__path__[0])
+if Path(engine.__file__).parent != Path(__path__[0]):
     raise ImportError(f"samebits needs its own 'engine', but {engine.__file__} is already imported")
 from engine import LLM, CompletionOutput, RequestOutput, SamplingParams
 

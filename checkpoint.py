@@ -77,8 +77,8 @@ class Checkpoint:
             if not isinstance(weight_map, dict) or not weight_map:
                 raise ValueError(f"{self.folder / INDEX_NAME} has no weight_map; fetch it again")
             for name, shard in weight_map.items():
-                if not (self.folder / shard).is_file():
-                    raise ValueError(f"{self.folder / shard} is missing, where {INDEX_NAME} puts {name}; fetch it")
+                if not isinstance(shard, str) or not (self.folder / shard).is_file():
+                    raise ValueError(f"{self.folder}/{shard} is missing, where {INDEX_NAME} puts {name}; fetch it")
         elif not (self.folder / SINGLE_NAME).is_file():
             kinds = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
             present = sorted(path.name for path in self.folder.iterdir() if path.suffix in kinds)

@@ -3,6 +3,7 @@
 `add_request` turns a request into `Sequence`s; each `step` asks the scheduler who computes what, has the runner compute
 it, and absorbs the tokens. `generate`, `chat`, `stream` and `score` loop over `step`; cli.py is the command line."""
 
+import math
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,6 +30,7 @@ from text import Detokenizer, Tokenizer
 
 DEFAULT_MODEL = "models/embedded"  # in this folder, wherever one is
 GRAPH_RESERVE = 1 << 29  # bytes left free for CUDA graphs, which are captured after the cache is sized
+BROKEN = "the model produced a NaN or no finite logit: check the weights and the dtype"
 ASLEEP = "the engine is asleep, its cache lent out: call wake() first (or lost its ranks: make a new LLM)"
 NOTHING = (list, ())  # no step in flight: no results to wait for, and no sequences
 
@@ -98,6 +100,8 @@ class LLM:
         for name, (one, other) in {"load_format": ("auto", "dummy"), "tp_style": ("column", "row")}.items():
             if options[name] not in (one, other):
                 raise ValueError(f"unknown {name} {options[name]!r}: use {one!r} or {other!r}")
+        if ops and tensor_parallel_size > 1:
+            raise ValueError("ops takes tensor_parallel_size 1: the other ranks make their own")
         self.ranks = _ranks or Ranks(tensor_parallel_size)
         name = str(Path(__file__).parent / DEFAULT_MODEL) if str(model) == DEFAULT_MODEL else str(model)
         self.folder = checkpoint.resolve(name, revision)
@@ -273,6 +277,9 @@ class LLM:
             if self.tokenizer is None:
                 raise ValueError("this model folder has no tokenizer.json: give the prompt as token ids")
             token_ids = self.tokenizer.encode(prompt, add_special_tokens)
+            if token_ids and max(token_ids) >= self.config.vocab_size:
+                raise ValueError(f"the tokenizer knows token {max(token_ids)}, the model but {self.config.vocab_size}: "
+                                 "its tokenizer.json is another model's")
         else:
             size = self.config.vocab_size  # by types: `isinstance` of an abstract class took 10 ms of 8,192 tokens
             kinds = {kind for kind in set(map(type, prompt)) if issubclass(kind, Integral) and kind is not bool}
@@ -287,7 +294,7 @@ class LLM:
         """Take a new token into sequence `index`: its text, its logprobs, and whether it is the last."""
         seq, out, token = request.seqs[index], request.output.outputs[index], result.token_id
         if token >= self.config.vocab_size:
-            request.output.error = "the model produced a NaN or no finite logit: check the weights and the dtype"
+            request.output.error = BROKEN
             return self._finish(request, index, "error")
         request.output.timings.setdefault("ttft_s", time.perf_counter() - request.arrival_time)
         out.token_ids.append(token)
@@ -390,7 +397,10 @@ class LLM:
         before, after = self._encode(prompt, True), self._encode(completion, False)
         params = SamplingParams(temperature=0.0, prompt_logprobs=0)
         output = self.generate([before + after], params, score_only=len(before))[0]
-        return [logprob for logprob, _ in output.prompt_logprobs[len(before) :]]
+        logprobs = [logprob for logprob, _ in output.prompt_logprobs[len(before) :]]
+        if any(map(math.isnan, logprobs)):
+            raise ValueError(BROKEN)
+        return logprobs
 
     def update_weights(self, weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take new weights, by checkpoint name, into the place of the old, rounded to this engine's dtype. Where one is

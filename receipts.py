@@ -95,7 +95,7 @@ def receipt_digest(receipt: dict) -> str:
 
 def make_receipt(llm, output, index: int = 0, trace: bool = False) -> dict:
     """Receipt of a finished completion that was asked for logprobs; `trace`: with a digest of every op's output."""
-    out = output.outputs[index] if index < len(output.outputs) else None
+    out = output.outputs[index] if 0 <= index < len(output.outputs) else None
     if out is None or out.finish_reason in (None, "error", "abort") or not out.token_ids or out.logprobs is None:
         raise ValueError(f"no receipt: there is no finished completion {index} with tokens, asked for with logprobs=0")
     prompt, asked, room = output.prompt_token_ids, output.params, llm.max_model_len - len(output.prompt_token_ids)

@@ -89,6 +89,9 @@ def test_row_113_index_names_an_absent_shard(tmp_path):
     (tmp_path / SECOND).unlink()
     with pytest.raises(ValueError, match=r"model-00002-of-00002\.safetensors is missing.*b\.weight"):
         checkpoint.Checkpoint(tmp_path)
+    write_index(tmp_path, {"a.weight": 1})
+    with pytest.raises(ValueError, match=r"/1 is missing.*a\.weight"):
+        checkpoint.Checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("name, shard", [("d.weight", FIRST), ("a.weight", SECOND)])  # in no shard; in another one

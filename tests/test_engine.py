@@ -285,6 +285,14 @@ def test_score(llm):
     assert llm.score(llm.tokenizer.encode("hello"), llm.tokenizer.encode(" world")) == scores
 
 
+def test_a_tokenizer_of_another_model_is_refused(llm, monkeypatch):
+    """Text of which a token is outside the embedding; on a GPU that would end everybody's step."""
+    monkeypatch.setattr(llm.tokenizer, "encode", lambda text, special=True: [5, llm.config.vocab_size])
+    with pytest.raises(ValueError, match="another model's"):
+        llm.generate("hello", greedy())
+    assert not llm.has_unfinished_requests
+
+
 def test_logprobs(llm):
     """Alternatives are the k likeliest, in order; the prompt's first token has no logprob; n asks for them once."""
     output = llm.generate([5, 6, 7, 8], greedy(logprobs=3, prompt_logprobs=2, n=2))[0]
@@ -452,4 +460,6 @@ def test_nan_is_the_error_of_the_request_that_met_it(make, params):
         assert [output.error for output in outputs[::2]] == [None, None]
         assert None not in outputs[0].outputs[0].logprobs + outputs[2].outputs[0].logprobs
         assert [words(output.outputs[0]) for output in outputs[::2]] == expected
+        with pytest.raises(ValueError, match="NaN"):
+            llm.score([200], [5, 6])
         assert_empty(llm)

@@ -79,6 +79,11 @@ def test_what_cannot_be_dealt_is_refused_by_name(size, overrides, named, tmp_pat
         engine(write_config(tmp_path, QWEN3 | overrides), size)
 
 
+def test_an_op_table_of_ones_own_is_for_one_rank():
+    with pytest.raises(ValueError, match="ops takes tensor_parallel_size 1"):
+        engine("models/embedded", 2, ops=kernels.reference_ops())
+
+
 def test_gpus_must_be_there(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     with pytest.raises(ValueError, match="tensor_parallel_size 3 takes as many GPUs; here are 2"):

@@ -252,8 +252,9 @@ def test_what_gets_no_receipt(llm):
     output = llm.generate(PROMPT, SamplingParams(max_tokens=2))[0]
     with pytest.raises(ValueError, match="logprobs=0"):
         llm.receipt(output)
-    with pytest.raises(ValueError, match="no finished completion 1"):
-        llm.receipt(output, 1)
+    for index in (1, -1):
+        with pytest.raises(ValueError, match=f"no finished completion {index}"):
+            llm.receipt(output, index)
 
 
 BROKEN = {

@@ -100,7 +100,7 @@ class LLM:
         for name, (one, other) in {"load_format": ("auto", "dummy"), "tp_style": ("column", "row")}.items():
             if options[name] not in (one, other):
                 raise ValueError(f"unknown {name} {options[name]!r}: use {one!r} or {other!r}")
-        if ops and tensor_parallel_size > 1:
+        if ops and tensor_parallel_size > 1 and not _ranks:
             raise ValueError("ops takes tensor_parallel_size 1: the other ranks make their own")
         self.ranks = _ranks or Ranks(tensor_parallel_size)
         name = str(Path(__file__).parent / DEFAULT_MODEL) if str(model) == DEFAULT_MODEL else str(model)

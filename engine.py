@@ -83,7 +83,7 @@ class LLM:
     max_num_batched_tokens: most tokens in a step [8192, on CPU 512]; tensor_parallel_size: GPUs to share; tp_style:
     "column" (the same bits on any number of them) or "row" (half the exchanges, bits of each number's own)
     gpu_memory_utilization: share of the GPU's memory to use; num_gpu_blocks_override: size of the cache in blocks of 64
-    enable_prefix_caching, enforce_eager (no CUDA graphs): as in vLLM; ops: another op table (tests, benchmarks)"""
+    enable_prefix_caching, enforce_eager (no CUDA graphs): as in vLLM; ops: another op table (of one rank)"""
 
     def __init__(self, model: str | Path = DEFAULT_MODEL, *, revision: str | None = None, device: str = "auto",
                  dtype: str = "auto", schedule: str = "auto", load_format: str = "auto",
@@ -101,7 +101,7 @@ class LLM:
             if options[name] not in (one, other):
                 raise ValueError(f"unknown {name} {options[name]!r}: use {one!r} or {other!r}")
         if ops and tensor_parallel_size > 1 and not _ranks:
-            raise ValueError("ops takes tensor_parallel_size 1: the other ranks make their own")
+            raise ValueError("an op table of one's own takes tensor_parallel_size 1")
         self.ranks = _ranks or Ranks(tensor_parallel_size)
         name = str(Path(__file__).parent / DEFAULT_MODEL) if str(model) == DEFAULT_MODEL else str(model)
         self.folder = checkpoint.resolve(name, revision)
@@ -278,8 +278,8 @@ class LLM:
                 raise ValueError("this model folder has no tokenizer.json: give the prompt as token ids")
             token_ids = self.tokenizer.encode(prompt, add_special_tokens)
             if token_ids and max(token_ids) >= self.config.vocab_size:
-                raise ValueError(f"the tokenizer knows token {max(token_ids)}, the model but {self.config.vocab_size}: "
-                                 "its tokenizer.json is another model's")
+                raise ValueError(f"the text holds token {max(token_ids)}, the model's ids end before "
+                                 f"{self.config.vocab_size}: tokenizer.json does not belong to these weights")
         else:
             size = self.config.vocab_size  # by types: `isinstance` of an abstract class took 10 ms of 8,192 tokens
             kinds = {kind for kind in set(map(type, prompt)) if issubclass(kind, Integral) and kind is not bool}
@@ -393,7 +393,7 @@ class LLM:
 
     def score(self, prompt: str | list[int], completion: str | list[int]) -> list[float]:
         """Log-probability of each token of `completion` after `prompt`, by one prefill: the very bits that decoding
-        reports. Text is tokenized apart and joined; give token ids where that matters."""
+        reports. Text is tokenized apart and joined; give token ids where that matters. ValueError if one is NaN."""
         before, after = self._encode(prompt, True), self._encode(completion, False)
         params = SamplingParams(temperature=0.0, prompt_logprobs=0)
         output = self.generate([before + after], params, score_only=len(before))[0]

@@ -45,10 +45,12 @@ class Tokenizer:
         self._named_tokens = {key: text for key, text in named if key.endswith("_token") and isinstance(text, str)}
         self.bos_token_id, self.eos_token_id = (
             self._backend.token_to_id(self._named_tokens.get(name, "")) for name in ("bos_token", "eos_token"))
-        # A byte-level vocabulary has printable Latin-1 as it is; the others, in order, from U+0100 on (a space as Ġ).
+        # A byte-level vocabulary has printable Latin-1 as it is; the others, in order, from U+0100 on. Its decoder, and
+        # no other, reads the two bytes of an é out of two characters.
         alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
         byte_of = dict(zip(sorted(alphabet), sorted(range(256), key=lambda byte: chr(byte) not in alphabet)))
-        self._byte_of = byte_of if self._backend.decoder and self._backend.decoder.decode(["Ġ"]) == " " else None
+        decoder = self._backend.decoder
+        self._byte_of = byte_of if decoder and decoder.decode(["Ã", "©"]) == "é" else None
         template, path = settings.get("chat_template"), self._folder / "chat_template.jinja"
         if isinstance(template, list):
             template = {entry["name"]: entry["template"] for entry in template}.get("default")
@@ -119,10 +121,11 @@ def unfinished_start(text: str, string: str) -> int:
 
 class Detokenizer:
     """Turns one sequence's tokens into text as they come, and ends it at a stop string (`stop_reason`, else None).
-    Bytes go through an incremental UTF-8 decoder; a token whose text depends on the one before it (sentencepiece's
-    first space) is decoded behind that one: constant work a token. The stop string complete first wins; of two complete
-    at one character, the longer. Text is held back only while its end can become one. Give `prompt_ids` where the text
-    continues the prompt, to keep its first space. Stop strings are not empty (`SamplingParams.validate`)."""
+    All goes through an incremental UTF-8 decoder, as bytes; a token whose text depends on the one before it (the first
+    space of sentencepiece) is decoded behind that one: constant work a token. The stop string complete first wins; of
+    two complete at one character, the longer. Text is held back only while its end can become one. Give `prompt_ids`
+    where the text continues the prompt, to keep its first space. Stop strings are not empty
+    (`SamplingParams.validate`)."""
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), include_stop_str_in_output: bool = False,
                  skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()):

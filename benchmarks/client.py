@@ -23,12 +23,13 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Client:
-    """base_url is as OpenAI's clients take it, with its /v1. `sending`: requests that are on their way at once; of
-    thousands the first should be with the server while the last is not yet written."""
+    """base_url is as OpenAI's clients take it, with its /v1. `sending`: how many requests are opened and
+    written at once (any number may wait for answers): of thousands the first should be with the server while the last
+    is not yet written. A client belongs to one event loop."""
 
     base_url: str
     api_key: str | None = None
-    sending: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(16))
+    sending: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(16), compare=False, repr=False)
 
     async def _send(self, method: str, path: str, body: dict | None) -> tuple[
             int, dict, asyncio.StreamReader, asyncio.StreamWriter]:

@@ -133,7 +133,8 @@ CONSERVATIVE = Schedules("conservative", linear=(
     (64, (PLAIN,), (LinearSchedule(64, 64, 64, 4, 3, split=True),)),
     (ANY, (LinearSchedule(128, 128, 32, 8, 3),), (LinearSchedule(128, 128, 32, 8, 3),))),
     decode=(AttentionSchedule(16, 4, 2), AttentionSchedule(16, 4, 2)), prefill=AttentionSchedule(64, 4, 2))
-# Best of `benchmarks/tune_linear.py rows` on an H200. Clipped rows are slow: M = 32 or 96 takes longer than 64 or 128.
+# Best of `benchmarks/tune_linear.py rows` on an H200, as far as an fp32 result has room beside the stages. Clipped rows
+# are slow: M = 32 or 96 takes longer than 64 or 128.
 HOPPER = Schedules("hopper", linear=(
     (16, (LinearSchedule(16, 64, 128, 4, 5, tma=True), NARROW),
      (LinearSchedule(16, 64, 128, 4, 5, split=True, tma=True), NARROW)),

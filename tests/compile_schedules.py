@@ -101,7 +101,7 @@ def launch_table(table: tiles.Schedules, rows: int) -> None:
 
 
 def launch_selfcheck(table: tiles.Schedules) -> None:
-    """What --selfcheck asks of the products: any schedule, any number of leaves, results in fp32, too."""
+    """What --selfcheck asks of the products that the engine does not: of any schedule one leaf, and an fp32 result."""
     for one in {one for _, *kinds in table.linear for kind in kinds for one in kind}:
         for leaves, dtype in ((1, torch.bfloat16), (1, torch.float32), (2, torch.float32)):
             if one.fits(dtype.itemsize):

@@ -288,7 +288,7 @@ def test_score(llm):
 def test_a_tokenizer_of_another_model_is_refused(llm, monkeypatch):
     """Text of which a token is outside the embedding; on a GPU that would end everybody's step."""
     monkeypatch.setattr(llm.tokenizer, "encode", lambda text, special=True: [5, llm.config.vocab_size])
-    with pytest.raises(ValueError, match="another model's"):
+    with pytest.raises(ValueError, match="does not belong to these weights"):
         llm.generate("hello", greedy())
     assert not llm.has_unfinished_requests
 
@@ -316,7 +316,7 @@ def test_adjustments_by_hand():
                             logit_bias={4: 1.5, 5: -1.0}).resolve({})
 
     def sequence(params, prompt, output):
-        seq = Sequence(prompt, params, 0, 9, frozenset({6}))
+        seq = Sequence(prompt, params, 0, 9, frozenset({6, 99}))  # one beyond the logits
         seq.token_ids += output
         return seq
 

@@ -80,7 +80,7 @@ def test_what_cannot_be_dealt_is_refused_by_name(size, overrides, named, tmp_pat
 
 
 def test_an_op_table_of_ones_own_is_for_one_rank():
-    with pytest.raises(ValueError, match="ops takes tensor_parallel_size 1"):
+    with pytest.raises(ValueError, match="op table of one's own takes tensor_parallel_size 1"):
         engine("models/embedded", 2, ops=kernels.reference_ops())
 
 

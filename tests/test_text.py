@@ -275,6 +275,15 @@ def test_a_token_that_only_looks_like_a_byte_is_text(tmp_path):
     assert feed(Detokenizer(tokenizer), [token_id]) == [tokenizer.decode([token_id])] == ["<0xZZ>"]
 
 
+def test_a_space_spelled_as_of_bytes_makes_no_byte_vocabulary(tmp_path):
+    """Characters that stand for bytes elsewhere stand for themselves here, whatever a space is written as."""
+    backend = Backend(models.WordLevel({"é": 0, "Ġé": 1, "Ã": 2, "©": 3}, unk_token="é"))
+    backend.decoder = decoders.Sequence([decoders.Replace("Ġ", " "), decoders.Fuse()])
+    tokenizer = Tokenizer(save(tmp_path / "model", backend))
+    detokenizer = Detokenizer(tokenizer)
+    assert "".join(map(detokenizer.push, [0, 1, 2, 3])) == tokenizer.decode([0, 1, 2, 3]) == "é éÃ©"
+
+
 def test_pieces_join_to_what_decode_gives(either):
     rng = random.Random(0)
     for _ in range(300):

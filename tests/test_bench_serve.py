@@ -107,3 +107,27 @@ def test_the_client_knows_http_when_it_sees_it(answer, fails):
             asyncio.run(run())
     else:
         assert asyncio.run(run()) == {"a": 1}
+
+
+def test_the_first_request_is_not_behind_all_connections():
+    """A thousand connections that are opened before a request is written would count as the server's time."""
+    opened, first = 0, []
+
+    async def answer(reader, writer):
+        nonlocal opened
+        opened += 1
+        await reader.readuntil(b"\r\n\r\n")
+        first.append(opened)
+        await asyncio.sleep(0.05)  # many wait for answers at once
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+        writer.close()
+
+    async def load():
+        server = await asyncio.start_server(answer, "127.0.0.1", 0, backlog=1024)
+        client = Client(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        got = await asyncio.gather(*(client.fetch("GET", "/") for _ in range(200)))
+        server.close()
+        return got
+
+    assert asyncio.run(load()) == [{}] * 200
+    assert first[0] < 64 and opened == 200

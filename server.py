@@ -26,7 +26,8 @@ change bits: same prompt, parameters, seed and fingerprint, same answer, however
 finishes those under way; a second one stops at once.
 """
 KEY_VARIABLE = "SAMEBITS_API_KEY"
-GIL_SWITCH_SECONDS = 5e-4  # Python's default, 5 ms, would let the event loop hold up a decode step of that length
+# A step's launches let go of the interpreter 400 times; each time the event loop, if it is busy, keeps it so long.
+GIL_SWITCH_SECONDS = 5e-5
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LIMITS = ("max_pending", "max_n", "max_stop", "max_tokens", "max_body_bytes", "body_timeout", "header_timeout",
           "send_timeout")

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from checkpoint import Checkpoint
 from kernels import Ops, same_bits
 from kernels.collectives import EVEN, LOGITS, ODD
+from kernels.experts import combine
 from kernels.tiles import leaf_count
 from kernels.work import AttentionWork
 
@@ -53,14 +54,20 @@ class ModelConfig:
     rope_type: str
     rope: dict = field(hash=False)
     dtype: str = "bfloat16"
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False
+    sparse_layers: tuple[int, ...] = ()  # those with experts
 
     @classmethod
     def from_dict(cls, config: dict) -> "ModelConfig":
         """Read a config.json. Raises ValueError naming whatever of it samebits does not implement."""
         architecture = (config.get("architectures") or ["(none)"])[0]
-        if architecture not in ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM"):
+        moe = architecture == "Qwen3MoeForCausalLM"
+        if not moe and architecture not in ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM"):
             raise ValueError(f"unsupported architecture {architecture!r}: samebits runs Qwen3ForCausalLM, "
-                             "Qwen2ForCausalLM and LlamaForCausalLM")
+                             "Qwen3MoeForCausalLM, Qwen2ForCausalLM and LlamaForCausalLM")
         if quantised := config.get("quantization_config"):
             raise ValueError(f"quantised checkpoint ({quantised.get('quant_method', 'unknown method')}): samebits runs "
                              "bfloat16, float16 and float32 weights")
@@ -68,7 +75,8 @@ class ModelConfig:
             raise ValueError(f"unsupported activation hidden_act={act!r}: samebits implements 'silu'")
         if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
             raise ValueError("sliding-window attention is not implemented: every layer must attend to all positions")
-        needed = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        needed = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
+        needed += ["num_experts", "num_experts_per_tok", "moe_intermediate_size"] if moe else []
         if missing := [key for key in needed if key not in config]:
             raise ValueError(f"config.json lacks {missing[0]!r}")
         heads = config["num_attention_heads"]
@@ -80,13 +88,19 @@ class ModelConfig:
             raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
         theta, rope_type, rope = read_rope(config)
         bias, qwen2 = bool(config.get("attention_bias", False)), architecture == "Qwen2ForCausalLM"
+        dense, every = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step") or 1
+        sparse = [i for i in range(config["num_hidden_layers"]) if moe and i not in dense and (i + 1) % every == 0]
+        experts = {name: config[name] for name in needed[5:]} if sparse else {}
+        if sparse and not 0 < experts["num_experts_per_tok"] <= experts["num_experts"]:
+            raise ValueError(f"num_experts_per_tok {experts['num_experts_per_tok']} is not in 1 to num_experts")
         return cls(
             architecture, config["vocab_size"], config["hidden_size"], config["intermediate_size"],
             config["num_hidden_layers"], heads, kv_heads, head_dim, config.get("rms_norm_eps", 1e-6),
             config.get("max_position_embeddings", 2048), bool(config.get("tie_word_embeddings", False)),
-            qk_norm=architecture == "Qwen3ForCausalLM", qkv_bias=qwen2 or bias, o_bias=bias and not qwen2,
+            qk_norm=architecture.startswith("Qwen3"), qkv_bias=qwen2 or bias, o_bias=bias and not qwen2,
             mlp_bias=bool(config.get("mlp_bias", False)), rope_theta=theta, rope_type=rope_type, rope=rope,
-            dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch."))
+            dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch."),
+            **experts, norm_topk_prob=bool(config.get("norm_topk_prob")), sparse_layers=tuple(sparse))
 
     @property
     def max_model_len(self) -> int:
@@ -182,8 +196,8 @@ def shard(c: ModelConfig, size: int) -> SimpleNamespace:
         raise ValueError(f"tensor_parallel_size {size} is above num_kv_heads {H}, but no multiple of it")
     q = deal(H * group, size, group if size <= H else c.head_dim)
     kv = [range(rows.start // group * c.head_dim, -(-rows.stop // group) * c.head_dim) for rows in q]
-    cuts = {"num_heads": q} | {name: deal(getattr(c, name), size)
-                               for name in ("hidden_size", "intermediate_size", "vocab_size")}
+    names = ["hidden_size", "intermediate_size", "vocab_size"] + ["moe_intermediate_size"] * bool(c.num_experts)
+    cuts = {"num_heads": q} | {name: deal(getattr(c, name), size) for name in names}
     if small := [name for name, cut in cuts.items() if not all(cut)]:
         raise ValueError(f"{small[0]} {getattr(c, small[0])} is too small for tensor_parallel_size {size}")
     return SimpleNamespace(q=q, kv=kv, **cuts)
@@ -210,15 +224,21 @@ class Model:
         c, D, cuts = config, config.head_dim, self.cuts
         self.num_heads, self.num_kv_heads = len(cuts.q[rank]) // D, len(cuts.kv[rank]) // D
         self.most_kv_heads = max(map(len, cuts.kv)) // D
-        hidden, heads, mlp_width = map(self._uncut, (c.hidden_size, c.num_heads * D, c.intermediate_size))
+        hidden, heads = map(self._uncut, (c.hidden_size, c.num_heads * D))
         # Of the products that join what ranks have apart, each has its columns or, in the row style, its part of all.
-        joined = (hidden, cuts.q, cuts.intermediate_size) if by_rows else (cuts.hidden_size, heads, mlp_width)
+        joined = (hidden, cuts.q) if by_rows else (cuts.hidden_size, heads)
+        if by_rows and c.num_experts:
+            raise ValueError("tp_style 'row' is not implemented for experts: use 'column'")
         self.embed_tokens = self._parameter([("model.embed_tokens.weight", self._uncut(c.vocab_size))], hidden)
         self.layers = []
         for i in range(c.num_layers):
             attn, mlp = f"model.layers.{i}.self_attn.", f"model.layers.{i}.mlp."
             qkv = [(attn + "q_proj", cuts.q), (attn + "k_proj", cuts.kv), (attn + "v_proj", cuts.kv)]
-            gate_up = [(mlp + "gate_proj", cuts.intermediate_size), (mlp + "up_proj", cuts.intermediate_size)]
+            sparse = i in c.sparse_layers
+            ffns = [f"{mlp}experts.{e}." for e in range(c.num_experts)] if sparse else [mlp]
+            width = "moe_intermediate_size" if sparse else "intermediate_size"
+            inner = getattr(cuts, width) if by_rows else self._uncut(getattr(c, width))
+            gate_up = [(ffn + name, getattr(cuts, width)) for ffn in ffns for name in ("gate_proj", "up_proj")]
             self.layers.append(SimpleNamespace(
                 input_layernorm=self._norm(f"model.layers.{i}.input_layernorm", c.hidden_size),
                 qkv_proj=self._linear(qkv, hidden, c.qkv_bias),
@@ -226,8 +246,9 @@ class Model:
                 k_norm=self._norm(attn + "k_norm", D) if c.qk_norm else None,
                 o_proj=self._linear([(attn + "o_proj", joined[0])], joined[1], c.o_bias),
                 post_attention_layernorm=self._norm(f"model.layers.{i}.post_attention_layernorm", c.hidden_size),
+                gate=self._linear([(mlp + "gate", self._uncut(c.num_experts))], hidden, False) if sparse else None,
                 gate_up_proj=self._linear(gate_up, hidden, c.mlp_bias, in_turn=True),
-                down_proj=self._linear([(mlp + "down_proj", joined[0])], joined[2], c.mlp_bias)))
+                down_proj=self._linear([(ffn + "down_proj", joined[0]) for ffn in ffns], inner, c.mlp_bias)))
         self.norm = self._norm("model.norm", c.hidden_size)
         if c.tie_word_embeddings:
             head = self.embed_tokens[cuts.vocab_size[rank].start : cuts.vocab_size[rank].stop]
@@ -243,7 +264,9 @@ class Model:
         rows, columns = [cut[self.rank] for _, cut in parts], [inputs[self.rank]] if inputs else []
         shape = sum(map(len, rows)), *map(len, columns)
         tensor = torch.empty(shape, dtype=self.ops.weight_dtype(self.dtype), device=self.device)
-        views = tensor.unflatten(0, (-1, len(parts))).unbind(1) if in_turn else tensor.split(list(map(len, rows)))
+        views = tensor.split(list(map(len, rows)))
+        if in_turn:  # by twos
+            views = [view for pair in tensor.unflatten(0, (-1, len(rows[0]), 2)) for view in pair.unbind(1)]
         for (name, cut), own, view in zip(parts, rows, views, strict=True):
             self.weights[name] = view
             self.whole[name] = ((cut[-1].stop, *[c[-1].stop for c in [inputs] if c]),
@@ -277,17 +300,35 @@ class Model:
             attn = self._whole(ops.paged_attention, cuts.q, ODD, q, k_cache, v_cache, batch.attention, c.head_dim**-0.5)
             hidden_states = self._whole(ops.linear, cuts.hidden_size, EVEN, attn.flatten(1), *layer.o_proj, dtype)
             normed = ops.rms_norm(hidden_states, layer.post_attention_layernorm, eps, residual)
+            if layer.gate:
+                hidden_states = self._experts(layer, normed)
+                continue
             gated = self._whole(ops.gated_linear, cuts.intermediate_size, ODD, normed, *layer.gate_up_proj, dtype)
             hidden_states = self._whole(ops.linear, cuts.hidden_size, EVEN, gated, *layer.down_proj, dtype)
         if batch.logits_rows is not None:
             hidden_states, residual = hidden_states[batch.logits_rows], residual[batch.logits_rows]
         return ops.rms_norm(hidden_states, self.norm, eps, residual)
 
+    def _experts(self, layer: SimpleNamespace, x: torch.Tensor) -> torch.Tensor:
+        """The layer's mixture of experts, [num_tokens, hidden_size] to the same."""
+        c, ops, dtype = self.config, self.ops, self.dtype
+        routing = ops.route(ops.linear(x, *layer.gate, torch.float32), c.num_experts_per_tok, c.norm_topk_prob, dtype)
+        gated = self._whole(partial(ops.gated_linear, routing=routing), self.cuts.moe_intermediate_size, ODD,
+                            x[routing.sources], *layer.gate_up_proj, dtype)
+
+        def down(x: torch.Tensor, out: list[torch.Tensor] | None = None):
+            own = combine(ops.linear(gated, *layer.down_proj, dtype, routing=routing), routing)
+            return [place.copy_(own) for place in out] if out else own
+
+        return self._whole(down, self.cuts.hidden_size, EVEN, x)
+
     def exchanged_bytes(self, num_tokens: int, num_seqs: int) -> list[int]:
         """The most that exchanges of a step carry, by buffer: ODD, EVEN, LOGITS."""
         c, rows = self.config, max(num_tokens, num_seqs)
-        sums, wide = rows * c.hidden_size * 4, max(c.num_heads * c.head_dim, c.intermediate_size) * self.dtype.itemsize
-        return [max(sums, rows * wide), sums, max(sums, max(num_seqs, LOGITS_SLAB) * c.vocab_size * 4)]
+        slots = rows * c.num_experts_per_tok + 128 * c.num_experts  # tiles are filled up to 128 rows at most
+        wide = rows * max(c.num_heads * c.head_dim, c.intermediate_size), slots * c.moe_intermediate_size
+        sums = rows * c.hidden_size * 4
+        return [max(sums, max(wide) * self.dtype.itemsize), sums, max(sums, max(num_seqs, LOGITS_SLAB) * c.vocab_size * 4)]
 
     def logits(self, hidden_states: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """[num_rows, hidden_size] -> [num_rows, vocab_size] fp32, into `out` if given."""

@@ -28,6 +28,7 @@ class Ops:
     gated_linear: Callable
     rotary_and_cache: Callable
     paged_attention: Callable
+    route: Callable
     logprobs: Callable
     argmax: Callable
     sample: Callable
@@ -66,21 +67,27 @@ def make_ops(device: torch.device, schedule: str = "auto") -> Ops:
 def reference_ops() -> Ops:
     from kernels import reference as ref
     return Ops("reference", lambda dtype: torch.float32, ref.embedding, ref.rms_norm, ref.linear, ref.gated_linear,
-               ref.rotary_and_cache, ref.paged_attention, ref.logprobs, ref.argmax, ref.sample,
+               ref.rotary_and_cache, ref.paged_attention, ref.route, ref.logprobs, ref.argmax, ref.sample,
                query_tile=lambda group, row_bytes: max(16, group) // group, decode_programs=0)
 
 
 def triton_ops(device: torch.device, schedule: str = "auto", table=None) -> Ops:
     """The Triton table. `table` overrides the schedules looked up for this GPU (for tests and tuning)."""
-    from kernels import attention, linear, logprobs, norm, rotary, sample, tiles
+    from kernels import attention, experts, linear, logprobs, norm, rotary, sample, tiles
     from kernels.reference import embedding
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
     table = table or tiles.schedules(schedule, capability)
     arrived = torch.zeros(16384, dtype=torch.int32, device=device)  # arrival counters of split sums
 
-    def run_linear(x, weight, bias, leaves, out_dtype, out=None, gated=False):
-        chosen = table.linear_for(x.shape[0], weight.shape[0], leaves, x.element_size(), out_dtype.itemsize)
-        return linear.linear(x, weight, bias, leaves, out_dtype, chosen, arrived, out, gated)
+    def run_linear(x, weight, bias, leaves, out_dtype, out=None, gated=False, routing=None):
+        rows = routing.rows if routing else len(x)
+        chosen = table.linear_for(rows, len(weight), leaves, x.element_size(), out_dtype.itemsize)
+        return linear.linear(x, weight, bias, leaves, out_dtype, chosen, arrived, out, gated, routing)
+
+    def run_route(logits, top_k, normalise, dtype):
+        rows = -(-len(logits) * top_k // logits.shape[1])
+        tile = table.linear_for(rows, 1, 1, dtype.itemsize).BLOCK_M
+        return experts.route(logits, top_k, normalise, tile, logprobs.logprobs, torch.exp)
 
     def run_attention(q, k_cache, v_cache, work, scale, **options):
         decode, prefill = table.attention_for(q.shape[2] * q.element_size())
@@ -88,5 +95,5 @@ def triton_ops(device: torch.device, schedule: str = "auto", table=None) -> Ops:
         return attention.paged_attention(q, k_cache, v_cache, work, scale, decode[many], prefill, **options)
 
     return Ops("triton", lambda dtype: dtype, embedding, norm.rms_norm, run_linear, partial(run_linear, gated=True),
-               rotary.rotary_and_cache, run_attention, logprobs.logprobs, sample.argmax, sample.sample,
+               rotary.rotary_and_cache, run_attention, run_route, logprobs.logprobs, sample.argmax, sample.sample,
                lambda group, width: max(table.attention_for(width)[1].BLOCK_M, group) // group, table.decode_programs)

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernels.experts import Routing
 from kernels.tiles import LinearSchedule, leaf_length
 
 
@@ -52,14 +53,15 @@ def leaf_sum(x, w, m, n, k_start, M, N: tl.constexpr, K: tl.constexpr, LEAF: tl.
 
 
 @triton.jit(do_not_specialize=["M"])
-def linear_kernel(x, w, bias_ptr, out, partial_ptr, arrived_ptr, M, N: tl.constexpr, K: tl.constexpr,
-                  LEAVES: tl.constexpr, LEAF: tl.constexpr, SPLIT: tl.constexpr, GATED: tl.constexpr,
-                  TMA: tl.constexpr, OUT_TMA: tl.constexpr, STRIDE: tl.constexpr, BLOCK_M: tl.constexpr,
-                  BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, PRECISION: tl.constexpr):
+def linear_kernel(x, w, bias_ptr, out, partial_ptr, arrived_ptr, tiles_ptr, M, N: tl.constexpr, K: tl.constexpr,
+                  ROWS_W: tl.constexpr, LEAVES: tl.constexpr, LEAF: tl.constexpr, SPLIT: tl.constexpr,
+                  GATED: tl.constexpr, TMA: tl.constexpr, OUT_TMA: tl.constexpr, STRIDE: tl.constexpr,
+                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+                  PRECISION: tl.constexpr):
     # Persistent: programs walk tiles, or leaves of tiles.
     PARTS: tl.constexpr = LEAVES if SPLIT else 1
     EVEN_K: tl.constexpr = LEAF % BLOCK_K == 0 and LEAF * LEAVES == K
-    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_m = tl.cdiv(M, BLOCK_M) if tiles_ptr is None else tl.load(tiles_ptr)
     tiles_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     WIDTH: tl.constexpr = 2 if GATED else 1  # columns of the product that make one of the result
     for part in tl.range(tl.program_id(0), tiles_m * tiles_n * PARTS, tl.num_programs(0), flatten=TMA and LEAVES == 1):
@@ -72,14 +74,17 @@ def linear_kernel(x, w, bias_ptr, out, partial_ptr, arrived_ptr, M, N: tl.conste
         n = tile % (GROUP_M * tiles_n) // group_m * BLOCK_N
         offs_m = m + tl.arange(0, BLOCK_M)[:, None].to(tl.int64)
         offs_n = n + tl.arange(0, BLOCK_N)[None, :]
-        acc = leaf_sum(x, w, m, n, leaf * LEAF, M, N, K, LEAF, EVEN_K, TMA, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)
+        row_w = n if tiles_ptr is None else n + tl.load(tiles_ptr + 1 + m // BLOCK_M) * N
+        acc = leaf_sum(x, w, m, row_w, leaf * LEAF, M, ROWS_W, K, LEAF, EVEN_K, TMA, BLOCK_M, BLOCK_N, BLOCK_K,
+                       PRECISION)
         last = True
         if SPLIT:
             acc, last = add_partial(acc, offs_m * N + offs_n, (offs_m < M) & (offs_n < N), partial_ptr,
                                     arrived_ptr + tile, leaf, tl.cast(M, tl.int64) * N, LEAVES)
         else:
             for i in tl.static_range(1, LEAVES):
-                acc += leaf_sum(x, w, m, n, i * LEAF, M, N, K, LEAF, EVEN_K, TMA, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)
+                acc += leaf_sum(x, w, m, row_w, i * LEAF, M, ROWS_W, K, LEAF, EVEN_K, TMA, BLOCK_M, BLOCK_N, BLOCK_K,
+                                PRECISION)
         if last:
             if bias_ptr is not None:
                 acc = acc + tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)
@@ -96,11 +101,12 @@ def linear_kernel(x, w, bias_ptr, out, partial_ptr, arrived_ptr, M, N: tl.conste
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, leaves: int, out_dtype: torch.dtype,
            schedule: LinearSchedule, arrived: torch.Tensor, out: torch.Tensor | list[torch.Tensor] | None = None,
-           gated: bool = False) -> torch.Tensor:
+           gated: bool = False, routing: Routing | None = None) -> torch.Tensor:
     """out = x @ weight.T + bias or, if `gated`, silu(gate) * up, that sum's columns being gate and up in turn.
 
     x: [M, K] bf16, fp16 or fp32, contiguous
     weight: [N, K], dtype of x, contiguous; bias: [N] or None
+    routing: None, or of a weight [num_experts * N, K] which rows each row tile of x meets; tiles not in use stay as is
     arrived: [>= tiles] int32 zeros, left zero: the arrival counters of a split sum
     out: [M, N] ([M, N / 2] if gated) in `out_dtype`, or several of one row stride that all get the result
     returns the (first) `out`, or a new tensor if there is none
@@ -110,9 +116,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, lea
     Schedule: tile shape, warps, stages, row grouping, whether leaves share a program, and whether the copy engine
         fetches tiles for persistent programs; all may follow M."""
     M, K = x.shape
-    N, width = weight.shape[0], 2 if gated else 1
+    N, width = len(weight) // (routing.num_experts if routing else 1), 2 if gated else 1
     assert weight.shape[1] == K and x.dtype == weight.dtype, (x.shape, x.dtype, weight.shape, weight.dtype)
-    assert x.is_contiguous() and weight.is_contiguous()
+    assert x.is_contiguous() and weight.is_contiguous() and (routing is None or routing.tile == schedule.BLOCK_M)
     outs = out if isinstance(out, list) else [x.new_empty((M, N // width), dtype=out_dtype) if out is None else out]
     out, stride = outs[0], outs[0].stride(0)
     assert all(o.shape == (M, N // width) and o.stride() == (stride, 1) and o.dtype == out_dtype for o in outs)
@@ -124,11 +130,13 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, lea
     partial = torch.empty((leaves, M, N), dtype=torch.float32, device=x.device) if split else out
     BLOCK_M, BLOCK_N, BLOCK_K = shape = (schedule.BLOCK_M, schedule.BLOCK_N, schedule.BLOCK_K)
     out_tma = tma and out_dtype == x.dtype and len(outs) == 1 and stride * out.element_size() % 16 == 0
+    w = weight
     if tma:
         x = TensorDescriptor.from_tensor(x, [BLOCK_M, BLOCK_K])
-        weight = TensorDescriptor.from_tensor(weight, [BLOCK_N, BLOCK_K])
+        w = TensorDescriptor.from_tensor(weight, [BLOCK_N, BLOCK_K])
     target = TensorDescriptor.from_tensor(out, [BLOCK_M, BLOCK_N // width]) if out_tma else tuple(outs)
     linear_kernel[(min(tiles * (leaves if split else 1), programs),)](
-        x, weight, bias, target, partial, arrived, M, N, K, leaves, length, split, gated, tma, out_tma, stride, *shape,
-        schedule.GROUP_M, "ieee", num_warps=schedule.num_warps, num_stages=schedule.num_stages, enable_fp_fusion=False)
+        x, w, bias, target, partial, arrived, routing and routing.tiles, M, N, K, len(weight), leaves, length, split,
+        gated, tma, out_tma, stride, *shape, schedule.GROUP_M, "ieee", num_warps=schedule.num_warps,
+        num_stages=schedule.num_stages, enable_fp_fusion=False)
     return out

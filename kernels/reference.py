@@ -12,11 +12,13 @@ Products are fp32: a product of two bf16 or fp16 numbers is exact in it, so `x.f
 "16 bits in, fp32 accumulate", and the CPU backend keeps its weights in fp32 (exactly the same values)."""
 
 import math
+from functools import partial
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from kernels import experts
 from kernels.tiles import KV_SPLIT, KV_TILE, LOGPROB_SCALE_BITS, leaf_length
 
 COLUMNS, LANES = 64, 4096
@@ -69,7 +71,11 @@ def rms_norm(x, weight, eps, residual=None):
     return ((x32 * rstd).to(x.dtype).float() * weight.float()).to(x.dtype)
 
 
-def linear(x, weight, bias, leaves, out_dtype, out=None):
+def linear(x, weight, bias, leaves, out_dtype, out=None, routing=None):
+    if routing:
+        (count, *of), weights = routing.tiles.tolist(), weight.view(routing.num_experts, -1, weight.shape[1])
+        parts = [linear(x, weights[e], None, leaves, out_dtype) for x, e in zip(x.split(routing.tile), of[:count])]
+        return F.pad(torch.cat(parts), (0, 0, 0, (len(of) - count) * routing.tile))
     length = leaf_length(x.shape[1], leaves)
     total, *rest = map(tiled_matmul, x.float().split(length, 1), weight.float().split(length, 1))
     for term in rest if bias is None else (*rest, bias.float()):
@@ -77,8 +83,8 @@ def linear(x, weight, bias, leaves, out_dtype, out=None):
     return total.to(out_dtype) if out is None else out.copy_(total)
 
 
-def gated_linear(x, weight, bias, leaves, out_dtype):
-    gate, up = linear(x, weight, bias, leaves, out_dtype).float().unflatten(1, (-1, 2)).unbind(2)
+def gated_linear(x, weight, bias, leaves, out_dtype, routing=None):
+    gate, up = linear(x, weight, bias, leaves, out_dtype, None, routing).float().unflatten(1, (-1, 2)).unbind(2)
     return (gate / by_lanes(torch.exp, -gate).add_(1.0)).mul_(up).to(out_dtype)
 
 
@@ -169,6 +175,11 @@ def paged_attention(q, k_cache, v_cache, work, scale, kv_split=KV_SPLIT):
     for plan in work.host_plans[key]:
         out.index_copy_(0, plan.destination.flatten(), plan.attend(q, k_cache, v_cache, scale))
     return out[:-1].view(q.shape)
+
+
+def route(logits, top_k, normalise, dtype):
+    tile = min(16, -(-len(logits) * top_k // logits.shape[1]))
+    return experts.route(logits, top_k, normalise, tile, logprobs, partial(by_lanes, torch.exp))
 
 
 def mass(scaled):

@@ -22,6 +22,7 @@ NUMERICS = {
     "rotary": "table from float64, rounded once to fp32; x*cos - y*sin in fp32, rounded once",
     "linear": "fp32 accumulate along K, leaves added in order as a chain, bias in fp32, rounded once",
     "leaves": "2 for N <= 8192 and K >= 2048, else 1; a leaf is a multiple of 128",
+    "experts": "weights by the softmax of logprobs; fp32 sum of weight * y in ascending expert id, rounded once",
     "swiglu": "gate and up rounded to dtype; gate / (1 + exp(-gate)) * up in fp32, rounded once",
     "attention": "exp2(fma(score, scale*log2(e), -max)) in fp32, P in dtype; its row sum is what V = 1 would give",
     "kv_tile": str(KV_TILE),

@@ -49,6 +49,8 @@ TINY = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 307, "hidden_size":
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
         "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu",
         "tie_word_embeddings": True, "torch_dtype": "bfloat16", "eos_token_id": 3}
+TINY_MOE = TINY | {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 3,
+                   "moe_intermediate_size": 80, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
 @pytest.fixture(scope="session")

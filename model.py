@@ -326,9 +326,9 @@ class Model:
         """The most that exchanges of a step carry, by buffer: ODD, EVEN, LOGITS."""
         c, rows = self.config, max(num_tokens, num_seqs)
         slots = rows * c.num_experts_per_tok + 128 * c.num_experts  # tiles are filled up to 128 rows at most
-        wide = rows * max(c.num_heads * c.head_dim, c.intermediate_size), slots * c.moe_intermediate_size
-        sums = rows * c.hidden_size * 4
-        return [max(sums, max(wide) * self.dtype.itemsize), sums, max(sums, max(num_seqs, LOGITS_SLAB) * c.vocab_size * 4)]
+        wide = max(rows * max(c.num_heads * c.head_dim, c.intermediate_size), slots * c.moe_intermediate_size)
+        sums, logits = rows * c.hidden_size * 4, max(num_seqs, LOGITS_SLAB) * c.vocab_size * 4
+        return [max(sums, wide * self.dtype.itemsize), sums, max(sums, logits)]
 
     def logits(self, hidden_states: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """[num_rows, hidden_size] -> [num_rows, vocab_size] fp32, into `out` if given."""

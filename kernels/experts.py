@@ -38,15 +38,15 @@ def route(logits: torch.Tensor, top_k: int, normalise: bool, tile: int, logprobs
         weights = weights / sum(weights.unbind(1))[:, None]
     expert, slot = ids.flatten().sort(stable=True)
     ends = torch.searchsorted(expert, torch.arange(E, device=logits.device), right=True)
-    starts = torch.cat([ends.new_zeros(1), ends[:-1]])
-    last_tile = ((ends - starts + tile - 1) // tile).cumsum(0)
-    first_tile = torch.cat([last_tile.new_zeros(1), last_tile[:-1]])
-    place = (first_tile * tile - starts)[expert] + torch.arange(S, device=logits.device)
+    counts = ends.diff(prepend=ends.new_zeros(1))
+    tiles = (counts + tile - 1) // tile
+    last = tiles.cumsum(0)
+    place = ((last - tiles) * tile - (ends - counts))[expert] + torch.arange(S, device=logits.device)
     num_tiles = min(S, S // tile + E)  # no load makes more
-    in_use = torch.searchsorted(last_tile, torch.arange(num_tiles, device=logits.device), right=True)
+    of = torch.searchsorted(last, torch.arange(num_tiles, device=logits.device), right=True)
     return Routing(weights, torch.empty_like(place).index_copy_(0, slot, place).view(M, top_k),
                    place.new_zeros(num_tiles * tile).index_copy_(0, place, slot // top_k),
-                   torch.cat([last_tile[-1:], in_use]).int(), tile, E, -(-S // E))
+                   torch.cat([last[-1:], of]).int(), tile, E, -(-S // E))
 
 
 def combine(y: torch.Tensor, routing: Routing) -> torch.Tensor:

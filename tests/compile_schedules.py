@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from kernels import attention, linear, logprobs, norm, rotary, sample, tiles
+from kernels import attention, experts, linear, logprobs, norm, rotary, sample, tiles
 from kernels.work import ITEM_FIELDS, MERGE_FIELDS, AttentionWork
 
 TARGETS = {"sm_80": GPUTarget("cuda", 80, 32), "sm_90": GPUTarget("cuda", 90, 32), "sm_100": GPUTarget("cuda", 100, 32),
@@ -106,6 +106,10 @@ def launch_selfcheck(table: tiles.Schedules) -> None:
         for leaves, dtype in ((1, torch.bfloat16), (1, torch.float32), (2, torch.float32)):
             if one.fits(dtype.itemsize):
                 linear.linear(meta(257, 512), meta(272, 512), None, leaves, dtype, one, meta(16384, dtype=torch.int32))
+        tiles_of = meta(10, dtype=torch.int32)  # of nine row tiles, eight experts
+        routing = experts.Routing(None, None, None, tiles_of, one.BLOCK_M, 8, 1)
+        linear.linear(meta(9 * one.BLOCK_M, 2048), meta(8 * 272, 2048), None, 1, torch.bfloat16, one,
+                      meta(16384, dtype=torch.int32), gated=True, routing=routing)
 
 
 def written_scores(constants: dict, options: dict) -> int:

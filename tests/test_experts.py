@@ -2,14 +2,17 @@
 
 import pytest
 import torch
-from conftest import HAS_GPU
+from conftest import HAS_GPU, TINY_MOE
 from test_kernels import BACKENDS, DEVICE, DTYPES, close, place, random
+from test_parallel import cells, compare, engine, write_config
 
 import kernels
 from kernels import same_bits
 from kernels.experts import combine
+from sampler import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("poisoned")
+SHARED = TINY_MOE | {"hidden_size": 256, "intermediate_size": 320, "moe_intermediate_size": 200}
 
 
 @pytest.fixture(params=BACKENDS)
@@ -162,6 +165,27 @@ def test_combine_is_a_chain_in_ascending_id(ops):
 
     found = combine(y, routing)
     assert same_bits(found, chain(range(top_k))) and not same_bits(found, chain(reversed(range(top_k))))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_change_no_bit(size, tmp_path):
+    compare(write_config(tmp_path / "model", SHARED | {"mlp_only_layers": [1]}), size, cells()[:3])
+
+
+def test_the_row_style_is_refused(tmp_path):
+    folder = write_config(tmp_path / "model", SHARED)
+    with pytest.raises(ValueError, match="tp_style 'row' is not implemented for experts"):
+        engine(folder, 2, tp_style="row")
+
+
+def test_a_trace_does_not_see_how_a_prefill_is_cut(tmp_path):
+    """Where an expert's rows lie follows the cut; what is in them does not."""
+    folder, found = write_config(tmp_path / "model", SHARED), []
+    for most in (512, 40):
+        llm = engine(folder, max_num_batched_tokens=most)
+        output = llm.generate([list(range(4, 120))], SamplingParams(max_tokens=3, seed=1, logprobs=0))[0]
+        found.append(llm.receipt(output, trace=True)["trace"])
+    assert found[0] == found[1] and any("experts" in name for name in found[0])
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import HAS_GPU, ROOT, TINY
+from conftest import HAS_GPU, ROOT, TINY, TINY_MOE
 
 import kernels
 from benchmarks.twins import batch_dependent
@@ -30,6 +30,10 @@ OUTPUT = 8
 SMOLLM2, EMBEDDED = ROOT / "models" / "SmolLM2-135M-Instruct", ROOT / "models" / "embedded"
 QWEN3_8B = TINY | {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 4,
                    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False}
+QWEN3_30B_A3B = TINY_MOE | {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
+                            "num_hidden_layers": 4, "num_attention_heads": 32, "num_key_value_heads": 4,
+                            "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
+                            "moe_intermediate_size": 768, "tie_word_embeddings": False}
 
 
 @cache
@@ -165,6 +169,10 @@ def test_pairwise_on_the_embedded_model():
     compare(Served(EMBEDDED, lengths=(1, 62, 127, 190, 254), longest_filler=2), pairwise())
 
 
+def test_pairwise_on_experts(tmp_path_factory):
+    compare(Served(write_config(tmp_path_factory, TINY_MOE), load_format="dummy"), pairwise())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("folder", [EMBEDDED, SMOLLM2], ids=["embedded", "smollm2"])
 def test_pairwise_on_a_real_model(folder):
@@ -177,6 +185,11 @@ def test_pairwise_on_a_real_model(folder):
 @every_part
 def test_qwen3_8b_shape(tmp_path_factory, chunk, tiny):
     compare(Served(write_config(tmp_path_factory, QWEN3_8B), load_format="dummy"), part(chunk, tiny))
+
+
+@pytest.mark.gpu
+def test_qwen3_30b_a3b_shape(tmp_path_factory):
+    compare(Served(write_config(tmp_path_factory, QWEN3_30B_A3B), load_format="dummy"), pairwise())
 
 
 def write_config(tmp_path_factory, config):

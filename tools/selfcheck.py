@@ -79,6 +79,32 @@ def check_linear(device, dtype, schedules: list[LinearSchedule], K: int) -> Iter
                 yield Check("linear", f"{dtype}, K={K}, {leaves} leaves, {kind}, {schedule}", same, schedule)
 
 
+def check_experts(device, dtype, schedules: list[LinearSchedule], K: int) -> Iterator[Check]:
+    """Each schedule of the experts' products, row by row, against `linear` on the row's token and expert: experts of
+    many tiles, of one, and without a row."""
+    from kernels.experts import route
+    from kernels.linear import linear
+    from kernels.logprobs import logprobs
+
+    E, top_k, M, N = 8, 2, 400, 272
+    arrived = torch.zeros(16384, dtype=torch.int32, device=device)
+    reference = REFERENCE.linear_for(M, N, 1, dtype.itemsize)
+    generator = torch.Generator(device).manual_seed(K)
+    x, w = INPUTS["random"]((M, K), generator).to(dtype), INPUTS["random"]((E * N, K), generator).to(dtype)
+    logits = torch.randn((M, E), generator=generator, device=device)
+    logits += torch.tensor([0, 3, 0, -99, 1, -2, -2, -4.0], device=device)
+    for leaves in (1, 2):
+        every = torch.stack([linear(x, one, None, leaves, dtype, reference, arrived) for one in w.split(N)])
+        for schedule in schedules:
+            same = True
+            for m in (1, 17, M):
+                routing = route(logits[:m], top_k, True, schedule.BLOCK_M, logprobs, torch.exp)
+                out = linear(x[routing.sources], w, None, leaves, dtype, schedule, arrived, routing=routing)
+                of = routing.tiles[1:][routing.places // routing.tile].long()
+                same &= same_bits(out[routing.places], every[of, torch.arange(m, device=device)[:, None]])
+            yield Check("experts", f"{dtype}, K={K}, {leaves} leaves, {schedule}", same, schedule)
+
+
 def attention_inputs(device, dtype, heads: int, kv_heads: int, head_dim: int, length: int):
     """q for every position of one sequence of `length`, and its cache, NaN past the end."""
     generator = torch.Generator(device).manual_seed(head_dim)
@@ -199,6 +225,8 @@ def check_schedules(device: torch.device, dtype: torch.dtype, table: Schedules, 
         products = sorted({one for _, *kinds in table.linear for kind in kinds for one in kind}, key=str)
     if K:
         yield from check_linear(device, dtype, products, K)
+        if K == 2048:  # of a product like any other it is where the rows lie that is left to check
+            yield from check_experts(device, dtype, products, K)
     else:
         yield from check_norm(device, dtype)
         yield from check_rotary(device, dtype, shapes)

@@ -33,11 +33,13 @@ def traced(llm) -> Iterator[dict]:
     def recorded(name: str, op):
         def run(*args, **kwargs):
             nonlocal place
-            result = op(*args, **kwargs)
+            result = shown = op(*args, **kwargs)
             weight = args[1] if len(args) > 1 else None
             place = weights.get(weight.data_ptr(), place) if isinstance(weight, torch.Tensor) else place
+            if routing := kwargs.get("routing"):
+                shown = result[routing.places]  # rows of experts, in the order of tokens
             if place != "norm":
-                words = result.contiguous().view(torch.uint8).cpu().numpy()
+                words = shown.contiguous().view(torch.uint8).cpu().numpy()
                 hashes.setdefault(f"{place} {name}", hashlib.sha256()).update(words)
             return result
 

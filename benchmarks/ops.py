@@ -76,12 +76,20 @@ def measure_roof(device: torch.device, dtype: torch.dtype) -> Roof:
     return Roof(read, copy, 2 * n**3 / time_s([lambda: torch.mm(a, b.t())], device))
 
 
-def layer_weights(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """name -> (N, K) of the products of a layer."""
+def layer_weights(config: ModelConfig, sparse: bool = False) -> dict[str, tuple[int, int]]:
+    """name -> (N, K) of the products of a layer; of one with experts without theirs."""
     c, D = config, config.head_dim
-    return {"qkv_proj": ((c.num_heads + 2 * c.num_kv_heads) * D, c.hidden_size),
-            "o_proj": (c.hidden_size, c.num_heads * D), "gate_up_proj": (2 * c.intermediate_size, c.hidden_size),
-            "down_proj": (c.hidden_size, c.intermediate_size)}
+    shared = {"qkv_proj": ((c.num_heads + 2 * c.num_kv_heads) * D, c.hidden_size),
+              "o_proj": (c.hidden_size, c.num_heads * D)}
+    if sparse:
+        return shared | {"gate": (c.num_experts, c.hidden_size)}
+    return shared | {"gate_up_proj": (2 * c.intermediate_size, c.hidden_size),
+                     "down_proj": (c.hidden_size, c.intermediate_size)}
+
+
+def experts_read(config: ModelConfig, M: int) -> float:
+    """Experts that M tokens choose between them, if each chooses at random."""
+    return config.num_experts * (1 - (1 - config.num_experts_per_tok / config.num_experts) ** M)
 
 
 def step_floor_s(config: ModelConfig, roof: Roof, itemsize: int, seqs: list) -> float:
@@ -91,11 +99,16 @@ def step_floor_s(config: ModelConfig, roof: Roof, itemsize: int, seqs: list) -> 
     keys = sum(seq.num_computed_tokens + seq.num_scheduled_tokens for seq in seqs)
     pairs = sum(seq.num_scheduled_tokens * (seq.num_computed_tokens + (seq.num_scheduled_tokens + 1) / 2)
                 for seq in seqs)
-    layer = sum(roof.floor_s(N * K * itemsize, 2 * M * N * K) for N, K in layer_weights(config).values())
-    layer += roof.floor_s(2 * keys * config.num_kv_heads * config.head_dim * itemsize,
-                          4 * pairs * config.num_heads * config.head_dim)
+    c, sparse = config, len(config.sparse_layers)
+    layers = [sum(roof.floor_s(N * K * itemsize, 2 * M * N * K) for N, K in layer_weights(c, has_experts).values())
+              for has_experts in (False, True)]
+    if sparse:
+        expert = 3 * c.moe_intermediate_size * c.hidden_size
+        layers[1] += roof.floor_s(experts_read(c, M) * expert * itemsize, 2 * M * c.num_experts_per_tok * expert)
+    attention = roof.floor_s(2 * keys * c.num_kv_heads * c.head_dim * itemsize, 4 * pairs * c.num_heads * c.head_dim)
+    products = (c.num_layers - sparse) * layers[0] + sparse * layers[1]
     rows, head = sum(seq.samples_this_step for seq in seqs), config.vocab_size * config.hidden_size
-    return config.num_layers * layer + (roof.floor_s(head * itemsize, 2 * rows * head) if rows else 0.0)
+    return products + c.num_layers * attention + (roof.floor_s(head * itemsize, 2 * rows * head) if rows else 0.0)
 
 
 @dataclass
@@ -114,13 +127,13 @@ class Case:
 
 
 def linear_cases(config: ModelConfig, ops: Ops, dtype: torch.dtype, device: torch.device, rows) -> Iterator[Case]:
-    weights = layer_weights(config) | {"lm_head": (config.vocab_size, config.hidden_size)}
+    weights = layer_weights(config, bool(config.sparse_layers)) | {"lm_head": (config.vocab_size, config.hidden_size)}
     weight_dtype = ops.weight_dtype(dtype)
     for name, (N, K) in weights.items():
         size = N * K * weight_dtype.itemsize
         copies = min(16, 1 + ROTATE // size) if device.type == "cuda" else 1
         made = [torch.randn((N, K), dtype=weight_dtype, device=device) for _ in range(copies)]
-        leaves, out_dtype = leaf_count(N, K), torch.float32 if name == "lm_head" else dtype
+        leaves, out_dtype = leaf_count(N, K), torch.float32 if name in ("lm_head", "gate") else dtype
         for M in rows:
             if name == "lm_head" and M > 256:  # the engine's steps sample no more rows
                 continue

@@ -19,8 +19,11 @@ SHAPES = {  # hidden size, MLP size, layers, heads, whether the head is the embe
     "qwen3-1.7b": (2048, 6144, 28, 16, True),
     "qwen3-8b": (4096, 12288, 36, 32, False),
     "qwen3-32b": (5120, 25600, 64, 64, False),
+    "qwen3-30b-a3b": (2048, 6144, 48, 32, False),
 }
 FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "tie_word_embeddings")
+MORE = {"qwen3-30b-a3b": {"architectures": ["Qwen3MoeForCausalLM"], "num_key_value_heads": 4, "num_experts": 128,
+                          "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}}
 # Arguments of the engine that a bench may set.
 LIMITS = ("max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override", "tensor_parallel_size", "tp_style")
 
@@ -31,7 +34,8 @@ def model_options(name: str | None, on_gpu: bool) -> tuple[str, dict]:
     if name not in SHAPES:  # the embedded model is in the checkout, wherever the bench is called from
         return name, {"model": str(Path(__file__).parent.parent / name) if name == DEFAULT_MODEL else name}
     folder = Path(tempfile.mkdtemp(prefix="samebits-"))
-    (folder / "config.json").write_text(json.dumps(QWEN3 | dict(zip(FIELDS, SHAPES[name], strict=True))))
+    config = QWEN3 | dict(zip(FIELDS, SHAPES[name], strict=True)) | MORE.get(name, {})
+    (folder / "config.json").write_text(json.dumps(config))
     return name, {"model": str(folder), "load_format": "dummy"}
 
 

@@ -94,11 +94,12 @@ def test_the_full_workloads_are_the_peers():
 
 
 @pytest.mark.parametrize("name, billions", [("qwen3-0.6b", 0.596), ("qwen3-1.7b", 1.72), ("qwen3-8b", 8.19),
-                                            ("qwen3-32b", 32.76)])
+                                            ("qwen3-32b", 32.76), ("qwen3-30b-a3b", 30.53)])
 def test_shapes(name, billions):
     """The built-in shapes have as many parameters as the models they stand for."""
     c = shape(name)
-    layer = sum(N * K for N, K in layer_weights(c).values()) + 2 * c.hidden_size + 2 * c.head_dim
+    layer = sum(N * K for N, K in layer_weights(c, bool(c.num_experts)).values()) + 2 * c.hidden_size + 2 * c.head_dim
+    layer += c.num_experts * 3 * c.moe_intermediate_size * c.hidden_size
     heads = 1 if c.tie_word_embeddings else 2
     total = c.num_layers * layer + heads * c.vocab_size * c.hidden_size + c.hidden_size
     assert name in SHAPES and math.isclose(total / 1e9, billions, rel_tol=2e-3)

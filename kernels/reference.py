@@ -183,7 +183,7 @@ def route(logits, top_k, normalise, dtype):
 
 
 def mass(scaled):
-    """exp(x) in fixed point: fp32 -> int64, as kernels.logprobs.mass."""
+    """exp(x) in fixed point: fp32 -> int64, as kernels.sample.mass."""
     return (by_lanes(torch.exp2, scaled * math.log2(math.e)) * float(1 << LOGPROB_SCALE_BITS)).to(torch.int64)
 
 

@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from kernels import attention, experts, linear, logprobs, norm, rotary, sample, tiles
+from kernels import attention, experts, linear, norm, rotary, sample, tiles
 from kernels.work import ITEM_FIELDS, MERGE_FIELDS, AttentionWork
 
 TARGETS = {"sm_80": GPUTarget("cuda", 80, 32), "sm_90": GPUTarget("cuda", 90, 32), "sm_100": GPUTarget("cuda", 100, 32),
@@ -93,7 +93,7 @@ def launch_table(table: tiles.Schedules, rows: int) -> None:
             for out in (None, [meta(rows, 64 * D, dtype=dtype)[:, : 32 * D] for _ in range(2)]):
                 attention.paged_attention(meta(rows, 32, D, dtype=dtype), cache, cache, one, 0.1, decode, prefill, out)
     logits = meta(rows, 151936, dtype=torch.float32)
-    logprobs.logprobs(logits, meta(rows, dtype=torch.int64), 4)
+    sample.logprobs(logits, meta(rows, dtype=torch.int64), 4)
     sample.argmax(logits)
     column = {t: meta(rows, dtype=t) for t in (torch.float32, torch.int32, torch.int64)}
     f, i, j = column.values()

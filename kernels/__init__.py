@@ -73,7 +73,7 @@ def reference_ops() -> Ops:
 
 def triton_ops(device: torch.device, schedule: str = "auto", table=None) -> Ops:
     """The Triton table. `table` overrides the schedules looked up for this GPU (for tests and tuning)."""
-    from kernels import attention, experts, linear, norm, rotary, sample, tiles
+    from kernels import attention, experts, linear, norm, sample, tiles
     from kernels.reference import embedding
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
     table = table or tiles.schedules(schedule, capability)
@@ -95,5 +95,5 @@ def triton_ops(device: torch.device, schedule: str = "auto", table=None) -> Ops:
         return attention.paged_attention(q, k_cache, v_cache, work, scale, decode[many], prefill, **options)
 
     return Ops("triton", lambda dtype: dtype, embedding, norm.rms_norm, run_linear, partial(run_linear, gated=True),
-               rotary.rotary_and_cache, run_attention, run_route, sample.logprobs, sample.argmax, sample.sample,
+               norm.rotary_and_cache, run_attention, run_route, sample.logprobs, sample.argmax, sample.sample,
                lambda group, width: max(table.attention_for(width)[1].BLOCK_M, group) // group, table.decode_programs)

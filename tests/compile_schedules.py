@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from kernels import attention, experts, linear, norm, rotary, sample, tiles
+from kernels import attention, experts, linear, norm, sample, tiles
 from kernels.work import ITEM_FIELDS, MERGE_FIELDS, AttentionWork
 
 TARGETS = {"sm_80": GPUTarget("cuda", 80, 32), "sm_90": GPUTarget("cuda", 90, 32), "sm_100": GPUTarget("cuda", 100, 32),
@@ -81,7 +81,7 @@ def launch_table(table: tiles.Schedules, rows: int) -> None:
                          meta(rows, ITEM_FIELDS, dtype=torch.int32), meta(rows, MERGE_FIELDS, dtype=torch.int32),
                          meta(3, dtype=torch.int32), 1, rows, rows, max_partials=rows)
     cache = meta(100, 8, 64, 128)
-    rotary.rotary_and_cache(meta(rows, 6144), meta(128), meta(128), 1e-6, meta(4096, 128, dtype=torch.float32), work,
+    norm.rotary_and_cache(meta(rows, 6144), meta(128), meta(128), 1e-6, meta(4096, 128, dtype=torch.float32), work,
                             cache, cache, 32)
     walked = replace(work, max_partials=0)
     only_prefill = replace(walked, decode_grid=0)

@@ -185,7 +185,7 @@ def check_norm(device, dtype) -> Iterator[Check]:
 
 def check_rotary(device, dtype, shapes) -> Iterator[Check]:
     """QK-norm fused with rotary against QK-norm, then rotary: rotating by position 0 leaves the norm alone."""
-    from kernels.rotary import rotary_and_cache
+    from kernels.norm import rotary_and_cache
 
     generator = torch.Generator(device).manual_seed(0)
     for heads, kv_heads, D in shapes:

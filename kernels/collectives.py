@@ -7,8 +7,7 @@ all ranks. `Group`: torch.distributed carries it, on CPU and where GPUs do not r
 import re
 import secrets
 from collections.abc import Callable
-from functools import partial
-from itertools import accumulate, pairwise
+from functools import partial, reduce
 
 import torch
 import torch.distributed as dist
@@ -47,9 +46,8 @@ class Group:
         parts, own = self._parts(compute, M, cut[-1].stop), cut[self.rank]
 
         def add(columns: slice, out=None):
-            total, *rest = [part[:, columns] for part in parts]
-            for term in rest if bias is None else (*rest, bias[columns].float()):
-                total = total + term
+            terms = [part[:, columns] for part in parts] + ([] if bias is None else [bias[columns].float()])
+            total = reduce(torch.add, terms)
             return total.to(dtype) if out is None else [place.copy_(total) for place in out]
 
         if M * cut[-1].stop < TWO_SHOT:
@@ -73,15 +71,15 @@ class SymmetricMemory(Group):
     def __init__(self, rank: int, size: int, device: torch.device, store, num_bytes: list[int]):
         from torch._C._distributed_c10d import ProcessGroup, _register_process_group, _SymmetricMemory
 
-        ends = list(accumulate(-(-n // 256) * 256 for n in num_bytes))
+        sizes = [-(-n // 256) * 256 for n in num_bytes]
         name = store.compare_set("exchange", "", secrets.token_hex(8)).decode()
         self.store = CountedKeys(store)  # the registry, which `rendezvous` asks, keeps neither it nor the group alive
         super().__init__(rank, size, ProcessGroup(self.store, rank, size))
         _register_process_group(name, self.group)
-        memory = _SymmetricMemory.empty_strided_p2p((ends[-1],), (1,), torch.uint8, device, name)
+        memory = _SymmetricMemory.empty_strided_p2p((sum(sizes),), (1,), torch.uint8, device, name)
         self.handle, self.turn = _SymmetricMemory.rendezvous(memory, name), ODD
-        wholes = [self.handle.get_buffer(i, (ends[-1],), torch.uint8) for i in range(size)]
-        self.buffers = [[whole[start:end] for whole in wholes] for start, end in pairwise([0, *ends])]
+        wholes = [self.handle.get_buffer(i, memory.shape, torch.uint8) for i in range(size)]
+        self.buffers = list(zip(*(whole.split(sizes) for whole in wholes), strict=True))  # of all ranks, by buffer
 
     def _places(self, buffer: int, M: int, N: int, dtype: torch.dtype) -> list[torch.Tensor]:
         return [memory[: M * N * dtype.itemsize].view(dtype).view(M, N) for memory in self.buffers[buffer]]

@@ -62,9 +62,8 @@ def plan_decode(query_starts, query_lens, seq_lens, slots: int) -> tuple[np.ndar
         return items.astype(np.int32), np.empty((0, MERGE_FIELDS), np.int32)
     first_row = np.cumsum(splits, dtype=np.int32) - splits
     run = max(1, -(-int(splits.sum()) // slots))
-    runs = -(-splits // run)
-    seq = np.repeat(np.arange(len(seqs)), runs)
-    start = (np.arange(len(seq)) - np.repeat(np.cumsum(runs) - runs, runs)) * run
+    seq, turn = np.nonzero(np.arange(0, splits.max(initial=0), run) < splits[:, None])  # the runs in order
+    start = turn * run
     end = np.minimum(start + run, splits[seq])
     items = np.stack([seqs[seq], tokens[seq], np.ones_like(seq), start, end, first_row[seq] + start], 1)
     items = items[np.argsort(start - end, kind="stable")].astype(np.int32)

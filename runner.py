@@ -133,8 +133,7 @@ class Runner:
         packed = upload(buffer, self.device)
         view = {name: packed[place].view(fields[name].shape) for name, place in places.items()}
         input_ids = view.pop("input_ids")
-        work = AttentionWork(**view, prefill_grid=grid[0], decode_grid=grid[1], merge_grid=grid[2],
-                             max_partials=MAX_PARTIALS if grid[2] else 0)
+        work = AttentionWork(**view, grid=tuple(grid), max_partials=MAX_PARTIALS if grid[2] else 0)
         return Batch(input_ids, work, self.drawn), packed
 
     def _graph_size(self, seqs: list[Sequence]) -> int | None:

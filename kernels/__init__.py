@@ -91,7 +91,7 @@ def triton_ops(device: torch.device, schedule: str = "auto", table=None) -> Ops:
 
     def run_attention(q, k_cache, v_cache, work, scale, **options):
         decode, prefill = table.attention_for(q.shape[2] * q.element_size())
-        many = work.decode_grid * k_cache.shape[1] > table.decode_programs
+        many = work.grid[1] * k_cache.shape[1] > table.decode_programs
         return attention.paged_attention(q, k_cache, v_cache, work, scale, decode[many], prefill, **options)
 
     return Ops("triton", lambda dtype: dtype, embedding, norm.rms_norm, run_linear, partial(run_linear, gated=True),

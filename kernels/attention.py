@@ -160,20 +160,18 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
     rows = triton.next_power_of_2(num_heads // num_kv_heads)  # of one query token
     outs = tuple(out or [torch.empty_like(q)])
     stride = outs[0].stride(0)
-    ml = torch.empty((max(1, work.max_partials), num_heads, 2), dtype=torch.float32, device=q.device)
-    acc = torch.empty((max(1, work.max_partials), num_heads, head_dim), dtype=torch.float32, device=q.device)
-    launches = ((work.prefill_items, 0, work.prefill_grid, prefill, False),
-                (work.decode_items, 1, work.decode_grid, decode, work.max_partials > 0))
-    for items, count, grid, schedule, partial in launches:
-        if grid:
+    ml, acc = (q.new_empty((max(1, work.max_partials), num_heads, n), dtype=torch.float32) for n in (2, head_dim))
+    launches = (work.prefill_items, prefill, False), (work.decode_items, decode, work.max_partials > 0)
+    for count, (items, schedule, partial) in enumerate(launches):
+        if work.grid[count]:
             pages = [TensorDescriptor.from_tensor(c.view(-1, head_dim), [KV_TILE, head_dim]) if schedule.tma else c
                      for c in (k_cache, v_cache)]
-            paged_attention_kernel[(grid * num_kv_heads,)](
+            paged_attention_kernel[(work.grid[count] * num_kv_heads,)](
                 q, k_cache, v_cache, *pages, work.block_tables, work.positions, items, work.counts, outs, ml, acc,
                 work.block_tables.stride(0), scale * 1.4426950408889634, stride, count, num_heads, num_kv_heads,
                 head_dim, KV_TILE, kv_split, partial, max(schedule.BLOCK_M, rows), schedule.skip_mask, schedule.tma,
                 "ieee", num_warps=schedule.num_warps, num_stages=schedule.num_stages, enable_fp_fusion=False)
     if work.max_partials:
-        merge_kernel[(work.merge_grid * num_heads,)](work.merges, work.counts, outs, ml, acc, stride, 2, num_heads,
-                                                     head_dim, 4, num_warps=1, enable_fp_fusion=False)
+        merge_kernel[(work.grid[2] * num_heads,)](work.merges, work.counts, outs, ml, acc, stride, 2, num_heads,
+                                                  head_dim, 4, num_warps=1, enable_fp_fusion=False)
     return outs[0]

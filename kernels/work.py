@@ -19,7 +19,7 @@ class AttentionWork:
 
     positions: [num_tokens]; slot_mapping: [num_tokens], block * block_size + offset, -1 for padding
     block_tables: [num_seqs, max_blocks]; prefill_items, decode_items: [*, ITEM_FIELDS]; merges: [*, MERGE_FIELDS]
-    counts: [3], live entries of the three lists (a CUDA graph's grid is fixed; its lists are not)
+    counts: [3], live entries of the three lists; grid: for how many of each is launched (a CUDA graph's is fixed)
     host_plans: what the CPU backend works out from these lists once a step, for all layers"""
 
     positions: torch.Tensor
@@ -29,9 +29,7 @@ class AttentionWork:
     decode_items: torch.Tensor
     merges: torch.Tensor
     counts: torch.Tensor
-    prefill_grid: int
-    decode_grid: int
-    merge_grid: int
+    grid: tuple[int, int, int]
     max_partials: int  # KV splits that have programs of their own, at most; 0: each sequence is walked by one
     host_plans: dict = field(default_factory=dict)
 

@@ -79,12 +79,12 @@ def launch_table(table: tiles.Schedules, rows: int) -> None:
     ints = meta(rows, dtype=torch.int32)
     work = AttentionWork(ints, ints, meta(rows, 4, dtype=torch.int32), meta(1, ITEM_FIELDS, dtype=torch.int32),
                          meta(rows, ITEM_FIELDS, dtype=torch.int32), meta(rows, MERGE_FIELDS, dtype=torch.int32),
-                         meta(3, dtype=torch.int32), 1, rows, rows, max_partials=rows)
+                         meta(3, dtype=torch.int32), (1, rows, rows), max_partials=rows)
     cache = meta(100, 8, 64, 128)
     norm.rotary_and_cache(meta(rows, 6144), meta(128), meta(128), 1e-6, meta(4096, 128, dtype=torch.float32), work,
                             cache, cache, 32)
     walked = replace(work, max_partials=0)
-    only_prefill = replace(walked, decode_grid=0)
+    only_prefill = replace(walked, grid=(1, 0, 0))
     for dtype, D, one in ((torch.bfloat16, 128, work), (torch.bfloat16, 128, walked),
                           (torch.bfloat16, 256, only_prefill), (torch.float32, 128, only_prefill)):
         cache = meta(100, 8, 64, D, dtype=dtype)

@@ -166,7 +166,7 @@ def test_embedding(ops, dtype):
 def tokens_only(positions, slots):
     """A step's work without attention: where tokens stand and where their keys go."""
     none = torch.zeros((0, 1), dtype=torch.int32)
-    return AttentionWork(positions, slots, none, none, none, none, none, 0, 0, 0, max_partials=0)
+    return AttentionWork(positions, slots, none, none, none, none, none, (0, 0, 0), max_partials=0)
 
 
 @pytest.mark.parametrize("norm", [True, False])
@@ -223,7 +223,7 @@ def attention_case(ops, dtype, query_lens, seq_lens, heads, kv_heads, D, split, 
     grid = len(prefill), len(decode), len(merges)
     tensors = [place(ops, torch.from_numpy(np.ascontiguousarray(a, dtype=np.int32)))
                for a in (positions, positions, tables, prefill, decode, merges, grid)]
-    work = AttentionWork(*tensors, *grid, max_partials=sum(pages) if split else 0)
+    work = AttentionWork(*tensors, grid, max_partials=sum(pages) if split else 0)
     q = random(ops, sum(query_lens), heads, D, dtype=dtype, seed=99)
     return (q, place(ops, k_cache), place(ops, v_cache), work, D**-0.5), dense
 

@@ -132,7 +132,7 @@ def attention_work(device, table, positions: np.ndarray, query_tile: int | None,
     grid = len(prefill), len(decode), len(merges)
     where, *lists = [torch.from_numpy(np.ascontiguousarray(a, np.int32)).to(device)
                      for a in (positions, prefill, decode, merges, np.array(grid))]
-    return AttentionWork(where, where, table, *lists, *grid, max_partials=int(merges[:, 2].sum()))
+    return AttentionWork(where, where, table, *lists, grid, max_partials=int(merges[:, 2].sum()))
 
 
 def check_attention(device, dtype, table: Schedules, shapes, length: int = 1111) -> Iterator[Check]:
@@ -201,7 +201,7 @@ def check_rotary(device, dtype, shapes) -> Iterator[Check]:
         def run(qkv, weights, positions, slots):
             k, v = torch.zeros((2, 1, kv_heads, KV_TILE, D), dtype=dtype, device=device)  # noqa: B023
             none = slots[:0, None]
-            work = AttentionWork(positions, slots, none, none, none, none, none, 0, 0, 0, 0)
+            work = AttentionWork(positions, slots, none, none, none, none, none, (0, 0, 0), 0)
             q = rotary_and_cache(qkv, *weights, 1e-6, table, work, k, v, heads)  # noqa: B023
             return q, k[0].transpose(0, 1)[: len(qkv)], v[0].transpose(0, 1)[: len(qkv)]
 

@@ -42,8 +42,7 @@ def paged_attention_kernel(q_ptr, k_cache_ptr, v_cache_ptr, k_pages, v_pages, bl
                            items_ptr, counts_ptr, out, partial_ml_ptr, partial_acc_ptr, stride_table, scale_log2e,
                            STRIDE: tl.constexpr, COUNT: tl.constexpr, NUM_HEADS: tl.constexpr,
                            NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
-                           PARTIAL: tl.constexpr, BLOCK_M: tl.constexpr, SKIP_MASK: tl.constexpr, TMA: tl.constexpr,
-                           PRECISION: tl.constexpr):
+                           PARTIAL: tl.constexpr, BLOCK_M: tl.constexpr, SKIP_MASK: tl.constexpr, TMA: tl.constexpr):
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     rows = tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, TILE)
@@ -90,7 +89,7 @@ def paged_attention_kernel(q_ptr, k_cache_ptr, v_cache_ptr, k_pages, v_pages, bl
                 row = ((first_row + (n - start) // SPLIT - 1) * NUM_KV_HEADS + kv_head) * GROUP + rows
                 fresh = (n % SPLIT == 0) & (n > start)  # this tile begins a split; `row` is of the one before
                 # One step of the online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867).
-                scores = tl.dot(q, k.T, input_precision=PRECISION)  # [BLOCK_M, TILE]
+                scores = tl.dot(q, k.T, input_precision="ieee")  # [BLOCK_M, TILE]
                 if MASKED:
                     scores = tl.where(visible, scores, float("-inf"))
                 m_old = tl.where(fresh, float("-inf"), m)
@@ -106,8 +105,8 @@ def paged_attention_kernel(q_ptr, k_cache_ptr, v_cache_ptr, k_pages, v_pages, bl
                     total = end_split(total, m_ended, l, acc, partial_ml_ptr, partial_acc_ptr, row, mask_m, PARTIAL)
                     l, acc = tl.zeros_like(l), tl.zeros_like(acc)
                 # The row sum is a dot with ones: `tl.sum` would follow the layout, and so the schedule (design law 2).
-                l = tl.dot(p, ones, l * alpha, input_precision=PRECISION)
-                acc = tl.dot(p, v, acc * alpha, input_precision=PRECISION)
+                l = tl.dot(p, ones, l * alpha, input_precision="ieee")
+                acc = tl.dot(p, v, acc * alpha, input_precision="ieee")
                 m = m_new
         row = ((first_row + (end - 1 - start) // SPLIT) * NUM_KV_HEADS + kv_head) * GROUP + rows
         _, l_total, acc_total = end_split(total, m, l, acc, partial_ml_ptr, partial_acc_ptr, row, mask_m, PARTIAL)
@@ -170,7 +169,7 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
                 q, k_cache, v_cache, *pages, work.block_tables, work.positions, items, work.counts, outs, ml, acc,
                 work.block_tables.stride(0), scale * 1.4426950408889634, stride, count, num_heads, num_kv_heads,
                 head_dim, KV_TILE, kv_split, partial, max(schedule.BLOCK_M, rows), schedule.skip_mask, schedule.tma,
-                "ieee", num_warps=schedule.num_warps, num_stages=schedule.num_stages, enable_fp_fusion=False)
+                num_warps=schedule.num_warps, num_stages=schedule.num_stages, enable_fp_fusion=False)
     if work.max_partials:
         merge_kernel[(work.grid[2] * num_heads,)](work.merges, work.counts, outs, ml, acc, stride, 2, num_heads,
                                                   head_dim, 4, num_warps=1, enable_fp_fusion=False)

@@ -23,7 +23,7 @@ NUMERICS = {  # kernel -> constants that decide bits; they may not change with t
     "linear_kernel": ("LEAVES", "LEAF", "PRECISION"),
     "rms_norm_kernel": ("BLOCK", "num_warps"),
     "rotary_and_cache_kernel": ("HEADS", "BLOCK_SIZE", "num_warps"),
-    "paged_attention_kernel": ("TILE", "SPLIT", "PRECISION"),
+    "paged_attention_kernel": ("TILE", "SPLIT"),
     "logprobs_kernel": ("SCALE_BITS",),
     "sample_kernel": ("SCALE_BITS",),
 }

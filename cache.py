@@ -4,7 +4,7 @@
 is free (reference count 0) or held by one or more sequences. A full block whose keys are computed can be *cached*: it
 is entered under the exact tokens it holds and the block before it, and stays findable, while free, until reused."""
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 
 import torch
 
@@ -78,11 +78,3 @@ class BlockManager:
         """Forget all cached content (the weights changed); blocks in use stay with their owners."""
         self.index.clear()
         self.key.clear()
-
-    def check_integrity(self, tables: list[list[int]]) -> None:
-        """Raise AssertionError unless every block is free or as often owned as `tables` name it."""
-        assert all(len(set(table)) == len(table) for table in tables), "a block appears twice in one table"
-        owners = Counter(block for table in tables for block in table)
-        assert [owners[block] for block in range(self.num_blocks)] == self.ref_count, "counts and tables disagree"
-        assert sorted(self.free) == [i for i in range(self.num_blocks) if not owners[i]], "free is not what nobody owns"
-        assert {key: block for key, (block, _) in self.index.items()} == {key: block for block, key in self.key.items()}

@@ -140,9 +140,3 @@ class Scheduler:
         self.blocks.release(seq.block_table)
         seq.block_table, seq.block_uids = [], []
         seq.num_computed_tokens = seq.num_scheduled_tokens = 0
-
-    def check_integrity(self) -> None:
-        """Every block is free or owned, by these sequences alone (tests call it at each step)."""
-        assert not any(seq.block_table for seq in self.waiting), "a waiting sequence holds blocks"
-        assert all(seq.block_table for seq in self.running), "a running sequence holds none"
-        self.blocks.check_integrity([seq.block_table for seq in self.running])

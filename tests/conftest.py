@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -59,3 +60,16 @@ def tiny_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
     (folder / "config.json").write_text(json.dumps(TINY))
     return folder
+
+
+def check_integrity(scheduler) -> None:
+    """Raise AssertionError unless every block is free or owned, by this scheduler's running sequences alone, and as
+    often as their tables name it (call it after any step)."""
+    blocks, tables = scheduler.blocks, [seq.block_table for seq in scheduler.running]
+    assert not any(seq.block_table for seq in scheduler.waiting), "a waiting sequence holds blocks"
+    assert all(tables), "a running sequence holds none"
+    assert all(len(set(table)) == len(table) for table in tables), "a block appears twice in one table"
+    owners = Counter(block for table in tables for block in table)
+    assert [owners[block] for block in range(blocks.num_blocks)] == blocks.ref_count, "counts and tables disagree"
+    assert sorted(blocks.free) == [i for i in range(blocks.num_blocks) if not owners[i]], "free is not what nobody owns"
+    assert {key: block for key, (block, _) in blocks.index.items()} == {key: block for block, key in blocks.key.items()}

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import TINY
+from conftest import TINY, check_integrity
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import kernels
@@ -62,7 +62,7 @@ def llm(make) -> LLM:
 
 
 def assert_empty(llm: LLM) -> None:
-    llm.scheduler.check_integrity()
+    check_integrity(llm.scheduler)
     assert len(llm.scheduler.blocks.free) == llm.scheduler.blocks.num_blocks
     assert not llm.requests and not llm._owner and not llm.has_unfinished_requests and llm.step() == []
 
@@ -359,7 +359,7 @@ def test_abort_at_every_stage(make, steps):
     while llm.has_unfinished_requests:
         changed = llm.step()
         assert {output.request_id for output in changed} <= {"neighbour"}
-        llm.scheduler.check_integrity()
+        check_integrity(llm.scheduler)
     assert words(changed[0].outputs[0]) == neighbour
 
 

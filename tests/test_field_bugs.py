@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 import torch
-from conftest import TINY
+from conftest import TINY, check_integrity
 from test_engine import write_text_folder
 
 import cache
@@ -39,7 +39,7 @@ def make(request, tiny_folder):
 
     yield build
     for llm in made:
-        llm.scheduler.check_integrity()
+        check_integrity(llm.scheduler)
         assert len(llm.scheduler.blocks.free) == llm.scheduler.blocks.num_blocks
         assert not llm.requests and not llm.has_unfinished_requests
 
@@ -71,7 +71,7 @@ def drain(llm: LLM) -> dict:  # step to the end, checking blocks at each step; f
     done = {}
     while llm.has_unfinished_requests:
         done |= {output.request_id: output for output in llm.step() if output.finished}
-        llm.scheduler.check_integrity()
+        check_integrity(llm.scheduler)
     return done
 
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import HAS_GPU, ROOT, TINY, TINY_MOE
+from conftest import HAS_GPU, ROOT, TINY, TINY_MOE, check_integrity
 
 import kernels
 from benchmarks.twins import batch_dependent
@@ -79,7 +79,7 @@ class Served:
 
             def checked_step():
                 outputs = step()
-                self.llm.scheduler.check_integrity()
+                check_integrity(self.llm.scheduler)
                 return outputs
 
             self.llm.step = checked_step

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, check_integrity
 
 import kernels
 import parallel
@@ -192,7 +192,7 @@ def serve(llm: LLM, batched=True, chunked=False, warm=False, tiny=False, seeded=
         for group in groups:
             own = params[len(outputs) : len(outputs) + len(group)]
             outputs += llm.generate(group + fillers, own + filling)[: len(group)]
-    llm.scheduler.check_integrity()
+    check_integrity(llm.scheduler)
     assert not warm or tiny or sum(output.num_cached_tokens for output in outputs) > 0
     assert not (tiny and batched) or llm.scheduler.num_preemptions
     return [(out.token_ids, words(out.logprobs)) for output in outputs for out in output.outputs]

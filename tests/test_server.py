@@ -13,7 +13,7 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, check_integrity
 
 pytest.importorskip("fastapi")
 httpx, openai, uvicorn = (pytest.importorskip(name) for name in ("httpx", "openai", "uvicorn"))
@@ -53,7 +53,7 @@ def served():
     with serve(llm) as (url, service):
         yield url, service
         assert_all_given_back(service)
-        llm.scheduler.check_integrity()
+        check_integrity(llm.scheduler)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("fastapi")
 httpx = pytest.importorskip("httpx")
 
+from conftest import check_integrity
 from test_server import assert_all_given_back, serve
 
 from engine import LLM, SamplingParams
@@ -99,7 +100,7 @@ def test_answers_under_load_are_those_given_alone():
         answers = asyncio.run(everything(url))
         assert_all_given_back(service)
         assert llm.scheduler.num_preemptions > 0, "the cache was not tight enough to test anything"
-        llm.scheduler.check_integrity()
+        check_integrity(llm.scheduler)
     assert len(answers) == NUM_REQUESTS + NUM_TWICE
     cached = [count for *_, count in answers]
     assert min(cached) == 0 and sum(count > 0 for count in cached) > 5, "cold and warm prompts were wanted"

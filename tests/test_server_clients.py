@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("fastapi")
 httpx = pytest.importorskip("httpx")
 
+from conftest import check_integrity
 from test_server import STORY, assert_all_given_back, post, serve
 
 from engine import LLM
@@ -86,7 +87,7 @@ def test_1000_clients_that_connect_and_drop():
         more_objects, more_size = held()
         assert more_objects - objects < 500 and more_size - size < 8 << 20, (more_objects - objects, more_size - size)
         assert post(url, prompt=STORY, max_tokens=2).status_code == 200
-    llm.scheduler.check_integrity()
+    check_integrity(llm.scheduler)
 
 
 def test_slow_writers_are_hung_up_on():

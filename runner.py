@@ -5,7 +5,7 @@ launched, and its results are collected later: meanwhile the host may launch the
 from `drawn`. Reads sequences and never changes them; knows nothing of text."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -44,14 +44,14 @@ def pack(fields: dict[str, np.ndarray]) -> tuple[np.ndarray, dict[str, slice]]:
     return buffer, places
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepOutput:
     """What a step yields for one sequence: the next token, or None if its prompt is not done yet; and logprobs."""
 
-    token_id: int | None
-    logprob: float | None
-    top_logprobs: dict[int, float] | None
-    prompt_logprobs: list[tuple[float, dict[int, float]]]
+    token_id: int | None = None
+    logprob: float | None = None
+    top_logprobs: dict[int, float] | None = None
+    prompt_logprobs: list[tuple[float, dict[int, float]]] = field(default_factory=list)
 
 
 class Runner:
@@ -78,30 +78,22 @@ class Runner:
         """Compute the scheduled tokens of `seqs` and choose the next token of those whose last token is among them: the
         r-th of these goes to `drawn[r]`. Returns the function that waits for the results, one a sequence."""
         fields = self._plan(seqs)
-        samples = [seq.samples_this_step for seq in seqs]
-        sampling = [seq for seq in seqs if seq.samples_this_step]
-        prompt_logprobs = [[] for _ in seqs]
-        if graph_size := self._graph_size(seqs):
-            logits = self._run_graph(fields, graph_size)
+        outputs, samples = [StepOutput() for _ in seqs], [seq.samples_this_step for seq in seqs]
+        scoring = any(seq.wants_prompt_logprobs for seq in seqs)  # then every row may be wanted, not only the last
+        if self.use_graphs and not scoring and all(samples) and len(fields["input_ids"]) == len(seqs):  # all decode
+            logits = self._run_graph(fields)
         else:
             batch, _ = self._batch(fields, fields["counts"].tolist())
             rows = upload(np.cumsum([seq.num_scheduled_tokens for seq in seqs])[samples] - 1, self.device)
-            scoring = any(seq.wants_prompt_logprobs for seq in seqs)  # then every row may be wanted, not only the last
             hidden_states = self.model.forward(replace(batch, logits_rows=None if scoring else rows), self.kv_cache)
             if scoring:
                 parts = hidden_states.split([seq.num_scheduled_tokens for seq in seqs])
-                prompt_logprobs = [self._score_prompt(seq, part) if seq.wants_prompt_logprobs else []
-                                   for seq, part in zip(seqs, parts, strict=True)]
+                for seq, output, part in zip(seqs, outputs, parts, strict=True):
+                    if seq.wants_prompt_logprobs:
+                        output.prompt_logprobs = self._score_prompt(seq, part)
                 hidden_states = hidden_states[rows]
-            logits = self.model.logits(hidden_states) if sampling else None
-        wait = self._choose(logits, sampling) if sampling else list
-
-        def collect() -> list[StepOutput]:
-            chosen = iter(wait())
-            return [StepOutput(*(next(chosen) if sample else (None, None, None)), scores)
-                    for sample, scores in zip(samples, prompt_logprobs, strict=True)]
-
-        return collect
+            logits = self.model.logits(hidden_states) if any(samples) else None
+        return self._choose(logits, seqs, outputs) if any(samples) else lambda: outputs
 
     def _plan(self, seqs: list[Sequence]) -> dict[str, np.ndarray]:
         """The fields of the step's input."""
@@ -136,14 +128,9 @@ class Runner:
         work = AttentionWork(**view, grid=tuple(grid), max_partials=MAX_PARTIALS if grid[2] else 0)
         return Batch(input_ids, work, self.drawn), packed
 
-    def _graph_size(self, seqs: list[Sequence]) -> int | None:
-        """The captured size that holds this decode step; None if it is not one, or graphs are off."""
-        if any(seq.num_scheduled_tokens != 1 or not seq.samples_this_step or seq.wants_prompt_logprobs for seq in seqs):
-            return None
-        return next((size for size in self.graph_sizes if size >= len(seqs)), None) if self.use_graphs else None
-
-    def _run_graph(self, live: dict[str, np.ndarray], size: int) -> torch.Tensor:
-        """Replay the graph of `size` sequences (captured at its first use) and return its logits."""
+    def _run_graph(self, live: dict[str, np.ndarray]) -> torch.Tensor:
+        """Replay the smallest graph that holds these sequences (captured at its first use) and return its logits."""
+        size = next(size for size in self.graph_sizes if size >= len(live["block_tables"]))
         split = len(live["merges"]) > 0
         fields = empty_fields(size, size, self.max_blocks, MAX_PARTIALS if split else size, size if split else 0)
         for name, array in live.items():
@@ -173,8 +160,11 @@ class Runner:
         self.graph_pool = self.graph_pool or graph.pool()
         return inputs, graph
 
-    def _choose(self, logits: torch.Tensor, seqs: list[Sequence]) -> Callable[[], list[tuple]]:
-        """Choose each sequence's next token; returns the function that waits for (token id, logprob, top logprobs)."""
+    def _choose(self, logits: torch.Tensor, seqs: list[Sequence],
+                outputs: list[StepOutput]) -> Callable[[], list[StepOutput]]:
+        """Choose the next token of those that sample; returns the function that waits for it and fills `outputs`."""
+        chosen = [output for seq, output in zip(seqs, outputs, strict=True) if seq.samples_this_step]
+        seqs = [seq for seq in seqs if seq.samples_this_step]
         tokens = sampler.choose(logits, seqs, self.ops)
         self.drawn[: len(seqs)].copy_(tokens)
         wanted = [seq.params.logprobs for seq in seqs]
@@ -189,14 +179,15 @@ class Runner:
         results = [result.to("cpu", non_blocking=True) for result in results]  # they come over while the host goes on
         done = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
 
-        def collect() -> list[tuple]:
+        def collect() -> list[StepOutput]:
             if done is not None:
                 done.synchronize()
             ids, *values = [result.tolist() for result in results]
-            chosen = [(token, None, None) for token in ids]
+            for output, token in zip(chosen, ids, strict=True):
+                output.token_id = token
             for i, value, *top in zip(asking, *values):
-                chosen[i] = ids[i], value, dict(list(zip(*top, strict=True))[: wanted[i]])
-            return chosen
+                chosen[i].logprob, chosen[i].top_logprobs = value, dict(list(zip(*top, strict=True))[: wanted[i]])
+            return outputs
 
         return collect
 

@@ -265,7 +265,7 @@ def test_what_a_graph_is_fed(tiny_folder, monkeypatch):
                      dtype=torch.int32)
     runner.graphs[4, False] = fed, SimpleNamespace(replay=lambda: None)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-    runner._run_graph(live, 4)
+    runner._run_graph(live)
     _, places = pack(empty_fields(4, 4, runner.max_blocks, 4))
     found = {name: fed[place].numpy() for name, place in places.items()}
     assert found["slot_mapping"].tolist() == [*live["slot_mapping"].tolist(), -1]

@@ -11,26 +11,24 @@ import torch
 from kernels.tiles import KV_TILE
 
 
-def allocate_kv_cache(num_layers: int, num_blocks: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype,
-                      device: torch.device) -> torch.Tensor:
+def allocate_kv_cache(model, num_blocks: int) -> torch.Tensor:
     """[num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim] of NaN: a read of what nobody wrote must show."""
-    return torch.full((num_layers, 2, num_blocks, num_kv_heads, KV_TILE, head_dim), torch.nan, dtype=dtype,
-                      device=device)
+    shape = model.config.num_layers, 2, num_blocks, model.num_kv_heads, KV_TILE, model.config.head_dim
+    return torch.full(shape, torch.nan, dtype=model.dtype, device=model.device)
 
 
 class BlockManager:
     """Owner of block ids 0 .. num_blocks - 1 of KV_TILE tokens. The prefix index maps (uid of the block before, the
     block's own tokens) to a block and its uid. A dict compares keys in full: prefixes whose hashes collide are told
-    apart. A uid is given when a block is cached and never reused: entries behind an evicted block can no longer be
+    apart. A uid is an object of its own, made when a block is cached: entries behind an evicted block can no longer be
     reached. "Before" the first block is ("root", salt): requests with different salts share nothing."""
 
     def __init__(self, num_blocks: int, enable_prefix_caching: bool = True):
         self.num_blocks, self.enable_prefix_caching = num_blocks, enable_prefix_caching
         self.ref_count = [0] * num_blocks
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # least recently used first
-        self.index: dict[tuple, tuple[int, int]] = {}
+        self.index: dict[tuple, tuple[int, object]] = {}
         self.key: dict[int, tuple] = {}  # cached block -> its key in `index`
-        self._next_uid = 0
 
     def acquire(self, token_ids: list[int], salt: str | None) -> tuple[list[int], list[object]]:
         """(blocks, the root and their uids) of the longest cached prefix, whole blocks only, each owned once more.
@@ -70,8 +68,7 @@ class BlockManager:
             return None
         key = (parent, tuple(token_ids))
         if key not in self.index:
-            self.index[key], self.key[block] = (block, self._next_uid), key
-            self._next_uid += 1
+            self.index[key], self.key[block] = (block, object()), key
         return self.index[key][1]
 
     def reset_prefix_cache(self) -> None:

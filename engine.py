@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from numbers import Integral
 from pathlib import Path
 from types import SimpleNamespace
@@ -128,14 +128,13 @@ class LLM:
         self.eos_token_ids = frozenset().union(*(x if isinstance(x, list) else [x] for x in given if x is not None))
         batched = max_num_batched_tokens or (8192 if self.device.type == "cuda" else 512)
         self.model.exchange = self.ranks.connect(self.device, self.model.exchanged_bytes(batched, max_num_seqs))
-        self._new_cache = partial(allocate_kv_cache, self.config.num_layers, num_kv_heads=self.model.num_kv_heads,
-                                  head_dim=self.config.head_dim, dtype=self.dtype, device=self.device)
         num_blocks = num_gpu_blocks_override or self._measure_blocks(gpu_memory_utilization, max_num_seqs, batched)
         self.max_model_len = min(max_model_len or limit, num_blocks * KV_TILE)
         if max_model_len is not None and self.max_model_len < max_model_len:
             raise ValueError(f"the cache has room for {num_blocks * KV_TILE} tokens, less than max_model_len "
                              f"{max_model_len}: lower it, or give the engine more memory")
-        self.runner = Runner(self.model, self._new_cache(num_blocks), max_num_seqs, self.max_model_len, enforce_eager)
+        self.runner = Runner(self.model, allocate_kv_cache(self.model, num_blocks), max_num_seqs, self.max_model_len,
+                             enforce_eager)
         self.ranks.runner = self.runner
         self.scheduler = Scheduler(BlockManager(num_blocks, enable_prefix_caching), max_num_seqs, batched)
         self.async_scheduling = self.device.type == "cuda" if async_scheduling is None else async_scheduling
@@ -144,7 +143,7 @@ class LLM:
         self._in_flight, self._next_id, self._fresh = NOTHING, 0, []  # fresh: outputs whose `delta` is the last step's
         self.ranks.follow(self)
 
-    def _measure_blocks(self, utilization: float, max_num_seqs: int, max_num_batched_tokens: int) -> int:
+    def _measure_blocks(self, utilization: float, max_num_seqs: int, num_tokens: int) -> int:
         """How many cache blocks fit, on every rank, beside the weights and the largest step's working memory."""
         c = self.config
         block_bytes = 2 * c.num_layers * self.model.num_kv_heads * KV_TILE * c.head_dim * self.dtype.itemsize
@@ -154,7 +153,7 @@ class LLM:
             raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {utilization}")
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
-        Runner(self.model, self._new_cache(1), max_num_seqs, KV_TILE, True).profile(max_num_batched_tokens)
+        Runner(self.model, allocate_kv_cache(self.model, 1), max_num_seqs, KV_TILE, True).profile(num_tokens)
         working = torch.cuda.max_memory_allocated(self.device) - before
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
@@ -428,7 +427,7 @@ class LLM:
         """Take the memory back. The cache is empty; graphs are captured again when they are first needed."""
         if self.runner.kv_cache is None:
             self.ranks.tell("wake")
-            self.runner.use_cache(self._new_cache(self.scheduler.blocks.num_blocks))
+            self.runner.use_cache(allocate_kv_cache(self.model, self.scheduler.blocks.num_blocks))
 
     def _settle(self) -> None:
         if self.requests:

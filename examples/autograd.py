@@ -296,13 +296,12 @@ class Policy:
 
 def whole_sequences(model: Model, inputs: list[list[int]]) -> tuple[Batch, torch.Tensor]:
     """A step that computes these token ids, each list from its first token on, and an empty cache for it."""
-    config, seqs, num_blocks = model.config, [], 0
+    seqs, num_blocks = [], 0
     for token_ids in inputs:
         seq = scheduler.Sequence(token_ids, SamplingParams(), 0, 0, num_scheduled_tokens=len(token_ids))
         seq.block_table = list(range(num_blocks, num_blocks := num_blocks + -(-len(token_ids) // KV_TILE)))
         seqs.append(seq)
-    kv_cache = allocate_kv_cache(config.num_layers, num_blocks, config.num_kv_heads, config.head_dim, model.dtype,
-                                 model.device)
+    kv_cache = allocate_kv_cache(model, num_blocks)
     runner = Runner(model, kv_cache, 1, model.cos_sin.shape[0], True)
     fields = runner._plan(seqs)
     return runner._batch(fields, fields["counts"].tolist())[0], kv_cache

@@ -250,7 +250,7 @@ class LLM:
             request, index = self._owner[seq]
             seq.prompt_logprobs += result.prompt_logprobs
             if result.token_id is not None:
-                self.scheduler.know(seq, position, result.token_id)
+                seq.token_ids[position] = result.token_id
                 self._absorb(request, index, result)
             elif seq.max_new_tokens == 0 and position == seq.num_prompt_tokens:
                 self._finish(request, index, "length")

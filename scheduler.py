@@ -43,8 +43,7 @@ class Sequence:
     @property
     def is_computed(self) -> bool:
         """Whether no step is left to run: all tokens are made, or are under way."""
-        made = len(self.token_ids) - self.num_prompt_tokens
-        return made >= self.max_new_tokens and (made > 0 or self.num_computed_tokens == self.num_prompt_tokens)
+        return self.num_computed_tokens >= self.num_prompt_tokens + max(0, self.max_new_tokens - 1)
 
     @property
     def samples_this_step(self) -> bool:
@@ -64,6 +63,8 @@ class Scheduler:
     def schedule(self) -> list[Sequence]:
         """Choose this step's sequences, set their `num_scheduled_tokens`, allocate their blocks. Running ones go first,
         then waiting ones in order, until the tokens or the blocks run out. Empty only if no work is left to begin."""
+        for seq in self.running:
+            self._cache_full_blocks(seq)
         budget, before = self.max_num_batched_tokens, self.num_preemptions
         scheduled: list[Sequence] = []
         for seq in list(self.running):
@@ -115,27 +116,22 @@ class Scheduler:
         for seq in seqs:
             seq.num_computed_tokens += seq.num_scheduled_tokens
             seq.num_scheduled_tokens = 0
-            self._cache_full_blocks(seq)
         for row, seq in enumerate([seq for seq in seqs if seq.samples_this_step], 1):
             seq.token_ids.append(-row)
         return [(seq, seq.num_computed_tokens) for seq in seqs]
 
-    def know(self, seq: Sequence, position: int, token: int) -> None:
-        """The token at `position`, until now under way, has arrived."""
-        seq.token_ids[position] = token
-        if seq.block_table:
-            self._cache_full_blocks(seq)
-
     def _cache_full_blocks(self, seq: Sequence) -> None:
         """Enter blocks that are full, and whose tokens are known, into the prefix index."""
-        for i in range(len(seq.block_uids) - 1, seq.num_computed_tokens // KV_TILE):
+        first = len(seq.block_uids) - 1
+        for i, block in enumerate(seq.block_table[first : seq.num_computed_tokens // KV_TILE], first):
             tokens = seq.token_ids[i * KV_TILE : (i + 1) * KV_TILE]
             if tokens[-1] < 0:
                 break
-            seq.block_uids.append(self.blocks.cache_block(seq.block_table[i], seq.block_uids[-1], tokens))
+            seq.block_uids.append(self.blocks.cache_block(block, seq.block_uids[-1], tokens))
 
     def finish(self, seq: Sequence) -> None:
         """Take a waiting or running sequence out of its queue and free its blocks."""
+        self._cache_full_blocks(seq)
         (self.running if seq.block_table else self.waiting).remove(seq)
         self.blocks.release(seq.block_table)
         seq.block_table, seq.block_uids = [], []

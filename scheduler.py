@@ -63,11 +63,10 @@ class Scheduler:
     def schedule(self) -> list[Sequence]:
         """Choose this step's sequences, set their `num_scheduled_tokens`, allocate their blocks. Running ones go first,
         then waiting ones in order, until the tokens or the blocks run out. Empty only if no work is left to begin."""
-        for seq in self.running:
-            self._cache_full_blocks(seq)
         budget, before = self.max_num_batched_tokens, self.num_preemptions
         scheduled: list[Sequence] = []
         for seq in list(self.running):
+            self._cache_full_blocks(seq)
             # Without blocks it was preempted by an older one in this very loop; computed, it waits for its last token.
             if seq.block_table and not seq.is_computed and budget > 0 and self._grant(seq, budget):
                 scheduled.append(seq)

@@ -51,7 +51,8 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """A request as it stands. `error` says why it could not run (it has no outputs then); `timings` are seconds."""
+    """A request as it stands. `error` says why it could not run (it has no outputs then); `timings` are seconds, from
+    `arrival_time`, which is `time.perf_counter`'s."""
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
@@ -62,14 +63,6 @@ class RequestOutput:
     finished: bool = False
     error: str | None = None
     timings: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass
-class Request:
-    """A live request: its sequences and, if there is a tokenizer, their detokenizers."""
-    output: RequestOutput
-    seqs: list[Sequence] = field(default_factory=list)
-    detokenizers: list[Detokenizer | None] = field(default_factory=list)
     arrival_time: float = field(default_factory=time.perf_counter)
 
 
@@ -133,13 +126,12 @@ class LLM:
         if max_model_len is not None and self.max_model_len < max_model_len:
             raise ValueError(f"the cache has room for {num_blocks * KV_TILE} tokens, less than max_model_len "
                              f"{max_model_len}: lower it, or give the engine more memory")
-        self.runner = Runner(self.model, allocate_kv_cache(self.model, num_blocks), max_num_seqs, self.max_model_len,
-                             enforce_eager)
-        self.ranks.runner = self.runner
+        self.runner = self.ranks.runner = Runner(self.model, allocate_kv_cache(self.model, num_blocks), max_num_seqs,
+                                                 self.max_model_len, enforce_eager)
         self.scheduler = Scheduler(BlockManager(num_blocks, enable_prefix_caching), max_num_seqs, batched)
         self.async_scheduling = self.device.type == "cuda" if async_scheduling is None else async_scheduling
-        self.requests: dict[str, Request] = {}
-        self._owner: dict[Sequence, tuple[Request, int]] = {}  # of one that has not ended: its request and index there
+        self.requests: dict[str, RequestOutput] = {}
+        self._live: dict[Sequence, tuple[RequestOutput, CompletionOutput, Detokenizer | None]] = {}  # until it ends
         self._in_flight, self._next_id, self._fresh = NOTHING, 0, []  # fresh: outputs whose `delta` is the last step's
         self.ranks.follow(self)
 
@@ -194,7 +186,7 @@ class LLM:
         self.ranks.tell("add_request", token_ids, replace(params, seed=seed), request_id=request_id,
                         cache_salt=cache_salt, score_only=score_only)  # nothing is left to chance
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
-        request = Request(RequestOutput(request_id, prompt if isinstance(prompt, str) else None, token_ids, params))
+        request = RequestOutput(request_id, prompt if isinstance(prompt, str) else None, token_ids, params)
         for index in range(params.n):
             own = params if index == 0 else replace(params, prompt_logprobs=None)
             seq = Sequence(list(token_ids), own, completion_seed(seed, index),
@@ -202,11 +194,9 @@ class LLM:
             if own.prompt_logprobs is not None:
                 seq.prompt_logprobs, seq.observe = [None] * max(1, score_only), observe
             logprobs, likeliest = None if params.logprobs is None else [], [] if params.logprobs else None
-            request.output.outputs.append(CompletionOutput(index, seq.seed, logprobs=logprobs, top_logprobs=likeliest))
-            request.seqs.append(seq)
-            request.detokenizers.append(self.tokenizer and Detokenizer(
-                self.tokenizer, params.stop, params.include_stop_str_in_output, params.skip_special_tokens, token_ids))
-            self._owner[seq] = request, index
+            request.outputs.append(CompletionOutput(index, seq.seed, logprobs=logprobs, top_logprobs=likeliest))
+            self._live[seq] = request, request.outputs[-1], self.tokenizer and Detokenizer(
+                self.tokenizer, params.stop, params.include_stop_str_in_output, params.skip_special_tokens, token_ids)
             self.scheduler.waiting.append(seq)
         self.requests[request_id] = request
         return request_id
@@ -235,8 +225,8 @@ class LLM:
             self._in_flight = NOTHING
             self.ranks.close(broken=True)
             for seq in took_part:
-                if seq in self._owner:
-                    self.abort(self._owner[seq][0].output.request_id)
+                if seq in self._live:
+                    self.abort(self._live[seq][0].request_id)
             raise
         self.ranks.since = None
         return list(changed.values())
@@ -245,27 +235,25 @@ class LLM:
         """Wait for the step in flight, if there is one, and take its results in."""
         (collect, entries), self._in_flight = self._in_flight, NOTHING
         for (seq, position), result in zip(entries, collect()):
-            if seq not in self._owner:
+            if seq not in self._live:
                 continue  # it ended, or was aborted, while this was under way
-            request, index = self._owner[seq]
+            request = self._live[seq][0]
             seq.prompt_logprobs += result.prompt_logprobs
             if result.token_id is not None:
                 seq.token_ids[position] = result.token_id
-                self._absorb(request, index, result)
+                self._absorb(seq, result)
             elif seq.max_new_tokens == 0 and position == seq.num_prompt_tokens:
-                self._finish(request, index, "length")
+                self._finish(seq, "length")
             else:
                 continue
-            changed[request.output.request_id] = request.output
+            changed[request.request_id] = request
 
     def abort(self, request_id: str) -> None:
         """End a request wherever it is and free its blocks. An unknown id is ignored: it may have just ended."""
         self.ranks.tell("abort", request_id)
-        if request := self.requests.get(request_id):
-            for index, seq in enumerate(request.seqs):
-                if seq in self._owner:
-                    request.output.outputs[index].delta = ""
-                    self._finish(request, index, "abort")
+        for seq in [seq for seq, (request, *_) in self._live.items() if request.request_id == request_id]:
+            self._live[seq][1].delta = ""
+            self._finish(seq, "abort")
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -289,19 +277,19 @@ class LLM:
             raise ValueError("the prompt is empty: give at least one token")
         return token_ids
 
-    def _absorb(self, request: Request, index: int, result: StepOutput) -> None:
-        """Take a new token into sequence `index`: its text, its logprobs, and whether it is the last."""
-        seq, out, token = request.seqs[index], request.output.outputs[index], result.token_id
+    def _absorb(self, seq: Sequence, result: StepOutput) -> None:
+        """Take a new token into a sequence: its text, its logprobs, and whether it is the last."""
+        (request, out, detokenizer), token = self._live[seq], result.token_id
         if token >= self.config.vocab_size:
-            request.output.error = BROKEN
-            return self._finish(request, index, "error")
-        request.output.timings.setdefault("ttft_s", time.perf_counter() - request.arrival_time)
+            request.error = BROKEN
+            return self._finish(seq, "error")
+        request.timings.setdefault("ttft_s", time.perf_counter() - request.arrival_time)
         out.token_ids.append(token)
         self._fresh.append(out)
         for asked, new in ((out.logprobs, result.logprob), (out.top_logprobs, result.top_logprobs)):
             if asked is not None:
                 asked.append(new)
-        params, count, detokenizer = request.output.params, len(out.token_ids), request.detokenizers[index]
+        params, count = request.params, len(out.token_ids)
         ended = token in seq.stop_token_ids and count >= params.min_tokens
         if detokenizer and (not ended or params.include_stop_str_in_output):
             piece = detokenizer.push(token, check_stop=count >= params.min_tokens)
@@ -309,25 +297,24 @@ class LLM:
         stop = detokenizer.stop_reason if detokenizer else None
         if ended or stop:
             out.stop_reason = stop or (token if token in params.stop_token_ids else None)
-            self._finish(request, index, "stop")
+            self._finish(seq, "stop")
         elif count >= seq.max_new_tokens:
-            self._finish(request, index, "length")
+            self._finish(seq, "length")
 
-    def _finish(self, request: Request, index: int, reason: str) -> None:
-        """End sequence `index`; with the last of its sequences, the request."""
-        seq, out, detokenizer = request.seqs[index], request.output.outputs[index], request.detokenizers[index]
+    def _finish(self, seq: Sequence, reason: str) -> None:
+        """End a sequence; with the last of its sequences, the request."""
+        request, out, detokenizer = self._live.pop(seq)
         self.scheduler.finish(seq)
         out.finish_reason = reason
         if detokenizer:
             rest = detokenizer.finish()  # nothing after a stop string
             out.text, out.delta = out.text + rest, out.delta + rest
-        del self._owner[seq]
-        if all(out.finish_reason for out in request.output.outputs):
-            first, output = request.seqs[0], request.output
-            output.finished, output.num_cached_tokens = True, first.num_cached_tokens or 0
-            output.prompt_logprobs = first.prompt_logprobs or None
-            output.timings["total_s"] = time.perf_counter() - request.arrival_time
-            del self.requests[output.request_id]
+        if out.index == 0:
+            request.num_cached_tokens, request.prompt_logprobs = seq.num_cached_tokens or 0, seq.prompt_logprobs or None
+        if all(out.finish_reason for out in request.outputs):
+            request.finished = True
+            request.timings["total_s"] = time.perf_counter() - request.arrival_time
+            del self.requests[request.request_id]
 
     def generate(self, prompts, params: SamplingParams | list[SamplingParams] | None = None,
                  progress: bool = False, **options) -> list[RequestOutput]:
@@ -343,7 +330,7 @@ class LLM:
         try:
             for prompt, own in zip(prompts, each, strict=True):
                 try:
-                    results.append(self.requests[self.add_request(prompt, own, **options)].output)
+                    results.append(self.requests[self.add_request(prompt, own, **options)])
                 except ValueError as why:
                     text, ids = (prompt, []) if isinstance(prompt, str) else (None, list(prompt))
                     results.append(RequestOutput("", text, ids, own or SamplingParams(), finished=True, error=str(why)))
@@ -373,7 +360,7 @@ class LLM:
     def stream(self, prompt: str | list[int], params: SamplingParams | None = None,
                **options) -> Iterator[RequestOutput]:
         """Complete one prompt, yielding the request as it gains tokens (see `CompletionOutput.delta`)."""
-        output = self.requests[self.add_request(prompt, params, **options)].output
+        output = self.requests[self.add_request(prompt, params, **options)]
         shown = [(0, 0, None)] * len(output.outputs)
         try:
             while True:

@@ -79,7 +79,7 @@ def drive(llm: LLM, arrivals: list[Arrival], seconds: float = 1e9, progress: boo
             while order and arrivals[order[0]].step <= step:
                 i = order.popleft()
                 request_id = llm.add_request(arrivals[i].prompt, arrivals[i].params)
-                outputs[i] = llm.requests[request_id].output
+                outputs[i] = llm.requests[request_id]
                 if arrivals[i].aborted is not None:
                     leaving.setdefault(step + arrivals[i].aborted, []).append(request_id)
             bar.update(sum(output.finished for output in llm.step()))

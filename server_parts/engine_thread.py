@@ -169,7 +169,7 @@ class EngineThread:
         except ValueError as error:
             self._outbox.append(Event(job, is_last=True, error=RequestError(400, str(error))))
             return
-        job.output = self.llm.requests[request_id].output
+        job.output = self.llm.requests[request_id]
         job.sent = [(0, 0)] * len(job.output.outputs)
         self._jobs[request_id] = job
         self._outbox.append(Event(job))

@@ -64,7 +64,7 @@ def llm(make) -> LLM:
 def assert_empty(llm: LLM) -> None:
     check_integrity(llm.scheduler)
     assert len(llm.scheduler.blocks.free) == llm.scheduler.blocks.num_blocks
-    assert not llm.requests and not llm._owner and not llm.has_unfinished_requests and llm.step() == []
+    assert not llm.requests and not llm._live and not llm.has_unfinished_requests and llm.step() == []
 
 
 def letters(**changes) -> SamplingParams:
@@ -353,7 +353,7 @@ def test_abort_at_every_stage(make, steps):
     llm.add_request([9] * 70, greedy(), request_id="neighbour")
     for _ in range(steps):
         llm.step()
-    doomed = llm.requests["doomed"].output
+    doomed = llm.requests["doomed"]
     llm.abort("doomed"), llm.abort("doomed"), llm.abort("nobody")
     assert doomed.finished and [out.finish_reason for out in doomed.outputs] == ["abort"] * 3
     while llm.has_unfinished_requests:

@@ -195,7 +195,7 @@ def test_62_63_64_a_preempted_request_goes_on_as_if_nothing_had_been(make, lengt
     expected = run(llm, [prompt(length)], params)[0]
     llm.scheduler.blocks.reset_prefix_cache()
     request_id = llm.add_request(prompt(length), params)
-    output, seq = llm.requests[request_id].output, llm.scheduler.waiting[0]
+    output, seq = llm.requests[request_id], llm.scheduler.waiting[0]
     while len(output.outputs[0].token_ids) < at:
         llm.step()
     llm.scheduler.preempt(seq)
@@ -252,7 +252,7 @@ def test_72_long_prompts_do_not_starve_a_decode(make):
         llm.add_request(prompt(320, i), ask(2, **GREEDY), request_id=f"long {i}")
     for count in range(2, 31):
         llm.step()
-        assert len(llm.requests["decode"].output.outputs[0].token_ids) == count
+        assert len(llm.requests["decode"].outputs[0].token_ids) == count
     assert len(drain(llm)) > 1
 
 

@@ -214,7 +214,7 @@ def scores(llm: LLM) -> list:
     assert llm.verify(receipt).verified
     assert not llm.verify(receipt | {"token_ids": [9, *receipt["token_ids"][1:]]}).verified
     ids = [llm.add_request([i, 7, 8], SamplingParams(max_tokens=6, seed=i, logprobs=0, n=2)) for i in (5, 6, 7)]
-    outputs = [llm.requests[request_id].output for request_id in ids]
+    outputs = [llm.requests[request_id] for request_id in ids]
     for step in itertools.count():
         if step == 2:
             llm.abort(ids[1])

@@ -103,7 +103,7 @@ def test_among_other_requests(llm, receipt):
     alone = llm.generate("Mia found", params)[0].outputs[0]
     request_id = llm.add_request("Mia found", params)
     llm.step()
-    output = llm.requests[request_id].output
+    output = llm.requests[request_id]
     assert llm.verify(receipt).verified
     with pytest.raises(ValueError, match="nothing else to do"):
         llm.receipt(output_of(llm), trace=True)
@@ -347,7 +347,7 @@ def test_a_part_of_an_answer_is_not_passed_off_as_aborted(llm):
     text = llm.tokenizer.decode(part)
     assert "goes on after token 7" in only_problem(llm, forged(
         made, token_ids=part, logprobs=made["logprobs"][:8], text=text, finish_reason="abort"))
-    output = llm.requests[llm.add_request(PROMPT, SamplingParams(logprobs=0, temperature=0.0, max_tokens=20))].output
+    output = llm.requests[llm.add_request(PROMPT, SamplingParams(logprobs=0, temperature=0.0, max_tokens=20))]
     while len(output.outputs[0].token_ids) < 3:
         llm.step()
     llm.abort(output.request_id)

@@ -371,8 +371,8 @@ def test_a_failed_step_fails_its_own_requests(served, url, client, monkeypatch):
     with pytest.raises(openai.APIError, match="RuntimeError"):
         list(client.completions.create(prompt=STORY, stream=True, **GREEDY))
     assert client.completions.create(prompt=STORY, **GREEDY).choices[0].text
-    monkeypatch.setattr(LLM, "_absorb", lambda self, request, index, result: (
-        setattr(request.output, "error", "a NaN"), self._finish(request, index, "error")))
+    monkeypatch.setattr(LLM, "_absorb", lambda self, seq, result: (
+        setattr(self._live[seq][0], "error", "a NaN"), self._finish(seq, "error")))
     with pytest.raises(openai.InternalServerError, match="a NaN"):
         client.completions.create(prompt=STORY, **GREEDY)
     assert "samebits:failed_steps_total" in httpx.get(url + "/metrics").text

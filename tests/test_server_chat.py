@@ -53,8 +53,8 @@ def test_reasoning_and_tool_calls_reach_the_client(tmp_path, monkeypatch):
               '{"name": "weather", "arguments": {"in": "Oslo"}}\n</tool_call>')
     llm = LLM(write_text_folder(tmp_path / "m"), load_format="dummy", progress=False, num_gpu_blocks_override=16)
     ids, absorb = [*llm.tokenizer.encode(script, False), 3], LLM._absorb
-    monkeypatch.setattr(LLM, "_absorb", lambda self, request, index, result: absorb(
-        self, request, index, replace(result, token_id=ids[len(request.output.outputs[index].token_ids)])))
+    monkeypatch.setattr(LLM, "_absorb", lambda self, seq, result: absorb(
+        self, seq, replace(result, token_id=ids[len(self._live[seq][1].token_ids)])))
     tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
     request = dict(model="samebits", messages=[{"role": "user", "content": "Weather?"}], tools=[tool], seed=1)
     with serve(llm) as (url, service), openai.OpenAI(base_url=url + "/v1", api_key="-", max_retries=0) as client:

@@ -160,7 +160,7 @@ def test_slow_readers_hold_up_nobody(monkeypatch):
         assert stuck.recv(100)
         begin, told = time.monotonic(), []
         while service.engine.num_pending:
-            told += [len(request.output.outputs[0].token_ids) for request in list(llm.requests.values())]
+            told += [len(request.outputs[0].token_ids) for request in list(llm.requests.values())]
             start = time.monotonic()
             assert post(url, prompt=STORY, max_tokens=2).status_code == 200
             assert time.monotonic() - start < 5 and start - begin < 20

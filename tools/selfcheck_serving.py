@@ -102,7 +102,7 @@ class Serving:
             filler = llm.add_request(self.fillers[i], self.other_params[i])
             if i % 3 == 0:
                 needle = llm.add_request(self.needles[i // 3], self.params[i // 3])
-                outputs.append(llm.requests[needle].output)
+                outputs.append(llm.requests[needle])
             llm.step()
             if i % 4 == 1:
                 llm.abort(filler)

@@ -93,11 +93,12 @@ def find_problems(llm, receipt: dict, params: SamplingParams) -> Iterator[str]:
             break
     else:
         request = llm.requests[llm.add_request(prompt, params)]  # it is told the tokens, and makes text and end of them
+        seq = llm.scheduler.waiting[-1]
         for token in token_ids:
-            if not request.output.finished:
-                llm._absorb(request, 0, StepOutput(token, 0.0, None, []))
-        llm.abort(request.output.request_id)
-        out, end = request.output.outputs[0], receipt["finish_reason"]
+            if not request.finished:
+                llm._absorb(seq, StepOutput(token, 0.0))
+        llm.abort(request.request_id)
+        out, end = request.outputs[0], receipt["finish_reason"]
         if len(token_ids) > (count := len(out.token_ids)):
             yield f"the completion ends ({out.finish_reason}) after token {count - 1}, the receipt goes on"
         elif out.finish_reason == "abort":

@@ -84,7 +84,7 @@ def check_experts(device, dtype, schedules: list[LinearSchedule], K: int) -> Ite
     many tiles, of one, and without a row."""
     from kernels.experts import route
     from kernels.linear import linear
-    from kernels.logprobs import logprobs
+    from kernels.sample import logprobs
 
     E, top_k, M, N = 8, 2, 400, 272
     arrived = torch.zeros(16384, dtype=torch.int32, device=device)

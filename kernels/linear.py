@@ -33,13 +33,12 @@ def add_partial(acc, offs, mask, partial_ptr, arrived_ptr, leaf, size, LEAVES: t
 
 @triton.jit
 def leaf_sum(x, w, m, n, k_start, M, N: tl.constexpr, K: tl.constexpr, LEAF: tl.constexpr, EVEN_K: tl.constexpr,
-             TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-             PRECISION: tl.constexpr):
+             TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     # The chain along K. `tl.dot` onto one accumulator gives the same bits for every tile shape (design law 1).
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if TMA:  # the copy engine fetches and clips
         for k in range(k_start, k_start + LEAF, BLOCK_K):
-            acc = tl.dot(x.load([m, k]), w.load([n, k]).T, acc, input_precision=PRECISION)
+            acc = tl.dot(x.load([m, k]), w.load([n, k]).T, acc, input_precision="ieee")
     else:
         offs_m, offs_n = m + tl.arange(0, BLOCK_M)[:, None], n + tl.arange(0, BLOCK_N)[:, None]
         offs_k = tl.arange(0, BLOCK_K)[None, :]
@@ -48,7 +47,7 @@ def leaf_sum(x, w, m, n, k_start, M, N: tl.constexpr, K: tl.constexpr, LEAF: tl.
             mask_k = True if EVEN_K else k + offs_k < min(k_start + LEAF, K)
             x_tile = tl.load(x_ptrs + k, mask=(offs_m < M) & mask_k, other=0.0)
             w_tile = tl.load(w_ptrs + k, mask=(offs_n < N) & mask_k, other=0.0)
-            acc = tl.dot(x_tile, w_tile.T, acc, input_precision=PRECISION)
+            acc = tl.dot(x_tile, w_tile.T, acc, input_precision="ieee")
     return acc
 
 
@@ -56,8 +55,7 @@ def leaf_sum(x, w, m, n, k_start, M, N: tl.constexpr, K: tl.constexpr, LEAF: tl.
 def linear_kernel(x, w, bias_ptr, out, partial_ptr, arrived_ptr, tiles_ptr, M, N: tl.constexpr, K: tl.constexpr,
                   ROWS_W: tl.constexpr, LEAVES: tl.constexpr, LEAF: tl.constexpr, SPLIT: tl.constexpr,
                   GATED: tl.constexpr, TMA: tl.constexpr, OUT_TMA: tl.constexpr, STRIDE: tl.constexpr,
-                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-                  PRECISION: tl.constexpr):
+                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr):
     # Persistent: programs walk tiles, or leaves of tiles.
     PARTS: tl.constexpr = LEAVES if SPLIT else 1
     EVEN_K: tl.constexpr = LEAF % BLOCK_K == 0 and LEAF * LEAVES == K
@@ -75,16 +73,14 @@ def linear_kernel(x, w, bias_ptr, out, partial_ptr, arrived_ptr, tiles_ptr, M, N
         offs_m = m + tl.arange(0, BLOCK_M)[:, None].to(tl.int64)
         offs_n = n + tl.arange(0, BLOCK_N)[None, :]
         row_w = n if tiles_ptr is None else n + tl.load(tiles_ptr + 1 + m // BLOCK_M) * N
-        acc = leaf_sum(x, w, m, row_w, leaf * LEAF, M, ROWS_W, K, LEAF, EVEN_K, TMA, BLOCK_M, BLOCK_N, BLOCK_K,
-                       PRECISION)
+        acc = leaf_sum(x, w, m, row_w, leaf * LEAF, M, ROWS_W, K, LEAF, EVEN_K, TMA, BLOCK_M, BLOCK_N, BLOCK_K)
         last = True
         if SPLIT:
             acc, last = add_partial(acc, offs_m * N + offs_n, (offs_m < M) & (offs_n < N), partial_ptr,
                                     arrived_ptr + tile, leaf, tl.cast(M, tl.int64) * N, LEAVES)
         else:
             for i in tl.static_range(1, LEAVES):
-                acc += leaf_sum(x, w, m, row_w, i * LEAF, M, ROWS_W, K, LEAF, EVEN_K, TMA, BLOCK_M, BLOCK_N, BLOCK_K,
-                                PRECISION)
+                acc += leaf_sum(x, w, m, row_w, i * LEAF, M, ROWS_W, K, LEAF, EVEN_K, TMA, BLOCK_M, BLOCK_N, BLOCK_K)
         if last:
             if bias_ptr is not None:
                 acc = acc + tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)
@@ -137,6 +133,6 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, lea
     target = TensorDescriptor.from_tensor(out, [BLOCK_M, BLOCK_N // width]) if out_tma else tuple(outs)
     linear_kernel[(min(tiles * (leaves if split else 1), programs),)](
         x, w, bias, target, partial, arrived, routing and routing.tiles, M, N, K, len(weight), leaves, length, split,
-        gated, tma, out_tma, stride, *shape, schedule.GROUP_M, "ieee", num_warps=schedule.num_warps,
+        gated, tma, out_tma, stride, *shape, schedule.GROUP_M, num_warps=schedule.num_warps,
         num_stages=schedule.num_stages, enable_fp_fusion=False)
     return out

@@ -20,7 +20,7 @@ from tools import selfcheck
 
 SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
 NUMERICS = {  # kernel -> constants that decide bits; they may not change with the number of rows
-    "linear_kernel": ("LEAVES", "LEAF", "PRECISION"),
+    "linear_kernel": ("LEAVES", "LEAF"),
     "rms_norm_kernel": ("BLOCK", "num_warps"),
     "rotary_and_cache_kernel": ("HEADS", "BLOCK_SIZE", "num_warps"),
     "paged_attention_kernel": ("TILE", "SPLIT"),

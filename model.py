@@ -16,7 +16,6 @@ from tqdm import tqdm
 from checkpoint import Checkpoint
 from kernels import Ops, same_bits
 from kernels.collectives import EVEN, LOGITS, ODD
-from kernels.experts import combine
 from kernels.tiles import leaf_count
 from kernels.work import AttentionWork
 
@@ -314,13 +313,9 @@ class Model:
         c, ops, dtype = self.config, self.ops, self.dtype
         routing = ops.route(ops.linear(x, *layer.gate, torch.float32), c.num_experts_per_tok, c.norm_topk_prob, dtype)
         gated = self._whole(partial(ops.gated_linear, routing=routing), self.cuts.moe_intermediate_size, ODD,
-                            x[routing.sources], *layer.gate_up_proj, dtype)
-
-        def down(x: torch.Tensor, out: list[torch.Tensor] | None = None):
-            own = combine(ops.linear(gated, *layer.down_proj, dtype, routing=routing), routing)
-            return [place.copy_(own) for place in out] if out else own
-
-        return self._whole(down, self.cuts.hidden_size, EVEN, x)
+                            x.index_select(0, routing.sources), *layer.gate_up_proj, dtype)
+        down = ops.linear(gated, *layer.down_proj, dtype, routing=routing)
+        return self._whole(ops.combine, self.cuts.hidden_size, EVEN, routing.weights, routing.places, down)
 
     def exchanged_bytes(self, num_tokens: int, num_seqs: int) -> list[int]:
         """The most that exchanges of a step carry, by buffer: ODD, EVEN, LOGITS."""

@@ -19,7 +19,6 @@ class Ops:
     """All that a model and a sampler call, so that a test may swap in another; see the launchers for shapes. Schedule:
     `query_tile(group, row_bytes)`, query tokens a prefill work item holds, by heads a KV head and bytes a head;
     `decode_programs`, programs of decode attention that run at once (0 never shares a sequence among them)."""
-
     name: str
     weight_dtype: Callable[[torch.dtype], torch.dtype]
     embedding: Callable
@@ -29,6 +28,7 @@ class Ops:
     rotary_and_cache: Callable
     paged_attention: Callable
     route: Callable
+    combine: Callable
     logprobs: Callable
     argmax: Callable
     sample: Callable
@@ -67,7 +67,7 @@ def make_ops(device: torch.device, schedule: str = "auto") -> Ops:
 def reference_ops() -> Ops:
     from kernels import reference as ref
     return Ops("reference", lambda dtype: torch.float32, ref.embedding, ref.rms_norm, ref.linear, ref.gated_linear,
-               ref.rotary_and_cache, ref.paged_attention, ref.route, ref.logprobs, ref.argmax, ref.sample,
+               ref.rotary_and_cache, ref.paged_attention, ref.route, ref.combine, ref.logprobs, ref.argmax, ref.sample,
                query_tile=lambda group, row_bytes: max(16, group) // group, decode_programs=0)
 
 
@@ -85,9 +85,10 @@ def triton_ops(device: torch.device, schedule: str = "auto", table=None) -> Ops:
         return linear.linear(x, weight, bias, leaves, out_dtype, chosen, arrived, out, gated, routing)
 
     def run_route(logits, top_k, normalise, dtype):
-        rows = -(-len(logits) * top_k // logits.shape[1])
+        mean = -(-len(logits) * top_k // logits.shape[1])
+        rows = mean if mean <= 16 else 2 * mean  # loads differ: then most experts have all in one tile
         tile = table.linear_for(rows, 1, 1, dtype.itemsize).BLOCK_M
-        return experts.route(logits, top_k, normalise, tile, sample.logprobs, torch.exp)
+        return experts.route(logits, top_k, normalise, tile, rows)
 
     def run_attention(q, k_cache, v_cache, work, scale, **options):
         decode, prefill = table.attention_for(q.shape[2] * q.element_size())
@@ -95,5 +96,6 @@ def triton_ops(device: torch.device, schedule: str = "auto", table=None) -> Ops:
         return attention.paged_attention(q, k_cache, v_cache, work, scale, decode[many], prefill, **options)
 
     return Ops("triton", lambda dtype: dtype, embedding, norm.rms_norm, run_linear, partial(run_linear, gated=True),
-               norm.rotary_and_cache, run_attention, run_route, sample.logprobs, sample.argmax, sample.sample,
-               lambda group, width: max(table.attention_for(width)[1].BLOCK_M, group) // group, table.decode_programs)
+               norm.rotary_and_cache, run_attention, run_route, experts.combine, sample.logprobs, sample.argmax,
+               sample.sample, lambda group, width: max(table.attention_for(width)[1].BLOCK_M, group) // group,
+               table.decode_programs)

@@ -12,13 +12,12 @@ Products are fp32: a product of two bf16 or fp16 numbers is exact in it, so `x.f
 "16 bits in, fp32 accumulate", and the CPU backend keeps its weights in fp32 (exactly the same values)."""
 
 import math
-from functools import partial
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from kernels import experts
+from kernels.experts import Routing
 from kernels.tiles import KV_SPLIT, KV_TILE, LOGPROB_SCALE_BITS, leaf_length
 
 COLUMNS, LANES = 64, 4096
@@ -73,9 +72,10 @@ def rms_norm(x, weight, eps, residual=None):
 
 def linear(x, weight, bias, leaves, out_dtype, out=None, routing=None):
     if routing:
-        (count, *of), weights = routing.tiles.tolist(), weight.view(routing.num_experts, -1, weight.shape[1])
-        parts = [linear(x, weights[e], None, leaves, out_dtype) for x, e in zip(x.split(routing.tile), of[:count])]
-        return F.pad(torch.cat(parts), (0, 0, 0, (len(of) - count) * routing.tile))
+        own = weight.view(routing.num_experts, -1, weight.shape[1])
+        experts, counts = routing.tiles[1:].unique_consecutive(return_counts=True)
+        parts = zip(experts.tolist(), x.split(counts.tolist()), strict=True)
+        return torch.cat([linear(rows, own[e], None, leaves, out_dtype) for e, rows in parts])
     length = leaf_length(x.shape[1], leaves)
     total, *rest = map(tiled_matmul, x.float().split(length, 1), weight.float().split(length, 1))
     for term in rest if bias is None else (*rest, bias.float()):
@@ -178,8 +178,18 @@ def paged_attention(q, k_cache, v_cache, work, scale, kv_split=KV_SPLIT):
 
 
 def route(logits, top_k, normalise, dtype):
-    tile = min(16, -(-len(logits) * top_k // logits.shape[1]))
-    return experts.route(logits, top_k, normalise, tile, logprobs, partial(by_lanes, torch.exp))
+    M, E = logits.shape
+    ids = torch.stack([by_value(row)[:top_k] for row in logits]).sort(1).values
+    p = by_lanes(torch.exp, logits - logits.amax(1, keepdim=True))
+    chosen = p.gather(1, ids)
+    total = sum(chosen.unbind(1)) if normalise else row_sum(p)[:, 0]
+    expert, slot = ids.flatten().sort(stable=True)  # tiles of one row
+    return Routing(chosen / total[:, None], slot.argsort().view(M, top_k), slot // top_k,
+                   torch.cat([torch.tensor([M * top_k]), expert]), 1, E, 1)
+
+
+def combine(weights, places, y):
+    return sum((y[places].float() * weights[:, :, None]).unbind(1)).to(y.dtype)
 
 
 def mass(scaled):

@@ -22,7 +22,7 @@ NUMERICS = {
     "rotary": "table from float64, rounded once to fp32; x*cos - y*sin in fp32, rounded once",
     "linear": "fp32 accumulate along K, leaves added in order as a chain, bias in fp32, rounded once",
     "leaves": "2 for N <= 8192 and K >= 2048, else 1; a leaf is a multiple of 128",
-    "experts": "weights by the softmax of logprobs; fp32 sum of weight * y in ascending expert id, rounded once",
+    "experts": "exp(x - max) in fp32 by its sum in int64; fp32 sum of weight * y in ascending expert id, rounded once",
     "swiglu": "gate and up rounded to dtype; gate / (1 + exp(-gate)) * up in fp32, rounded once",
     "attention": "exp2(fma(score, scale*log2(e), -max)) in fp32, P in dtype; its row sum is what V = 1 would give",
     "kv_tile": str(KV_TILE),
@@ -64,7 +64,6 @@ def row_block(N: int) -> tuple[int, int]:
 class LinearSchedule:
     """One way to run a product. `split` gives each leaf its own program; otherwise one program walks them all. `tma`
     runs `programs` persistent programs fed by Hopper's copy engine."""
-
     BLOCK_M: int
     BLOCK_N: int
     BLOCK_K: int
@@ -83,7 +82,6 @@ class LinearSchedule:
 @dataclass(frozen=True)
 class AttentionSchedule:
     """BLOCK_M query rows (tokens x heads of one KV group) a program; full tiles may skip the mask; `tma` as above."""
-
     BLOCK_M: int
     num_warps: int
     num_stages: int
@@ -96,7 +94,6 @@ class Schedules:
     """The table of one kind of GPU. `linear`: by an upper bound of M, smallest first, schedules of sums of one leaf and
     of a chain, whose two accumulators need a smaller tile; of several, the first whose programs take the fewest turns,
     by the size of a tile. `decode`: of up to `decode_programs` programs of attention, and of more."""
-
     name: str
     linear: tuple[tuple[int, tuple[LinearSchedule, ...], tuple[LinearSchedule, ...]], ...]
     decode: tuple[AttentionSchedule, AttentionSchedule]
@@ -137,7 +134,7 @@ CONSERVATIVE = Schedules("conservative", linear=(
 # Best of `benchmarks/tune_linear.py rows` on an H200, as far as an fp32 result has room beside the stages. Clipped rows
 # are slow: M = 32 or 96 takes longer than 64 or 128.
 HOPPER = Schedules("hopper", linear=(
-    (16, (LinearSchedule(16, 64, 128, 4, 5, tma=True), NARROW),
+    (16, (LinearSchedule(16, 64, 128, 4, 4, tma=True, programs=264), NARROW),
      (LinearSchedule(16, 64, 128, 4, 5, split=True, tma=True), NARROW)),
     (64, (LinearSchedule(64, 64, 128, 4, 6, tma=True),), (LinearSchedule(64, 64, 128, 4, 6, split=True, tma=True),)),
     (128, (LinearSchedule(64, 128, 128, 4, 4, tma=True),), (LinearSchedule(64, 128, 128, 4, 4, split=True, tma=True),)),

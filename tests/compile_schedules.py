@@ -98,6 +98,8 @@ def launch_table(table: tiles.Schedules, rows: int) -> None:
     column = {t: meta(rows, dtype=t) for t in (torch.float32, torch.int32, torch.int64)}
     f, i, j = column.values()
     sample.sample(logits, f, j, j, f, j, i)
+    routing = experts.route(meta(rows, 128, dtype=torch.float32), 8, True, 16, rows)
+    experts.combine(routing.weights, routing.places, meta(rows * 8, 2048))
 
 
 def launch_selfcheck(table: tiles.Schedules) -> None:
@@ -114,7 +116,7 @@ def launch_selfcheck(table: tiles.Schedules) -> None:
 
 def written_scores(constants: dict, options: dict) -> int:
     """Scores of attention that a thread computes in the code of its loops, one or two; 0 for another kernel."""
-    if "TILE" not in constants:
+    if "SKIP_MASK" not in constants:
         return 0
     return constants["BLOCK_M"] * constants["TILE"] * (1 + constants["SKIP_MASK"]) // (32 * options["num_warps"])
 

@@ -8,7 +8,6 @@ from test_parallel import cells, compare, engine, write_config
 
 import kernels
 from kernels import same_bits
-from kernels.experts import combine
 from sampler import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -32,8 +31,9 @@ def ids_of(routing) -> list[list[int]]:
 
 def block(ops, x, up, down, routing):
     """A mixture as the model runs it: gated products, then the weighted sum."""
-    hidden = ops.gated_linear(x[routing.sources], up.flatten(0, 1), None, 1, x.dtype, routing=routing)
-    return combine(ops.linear(hidden, down.flatten(0, 1), None, 1, x.dtype, routing=routing), routing)
+    hidden = ops.gated_linear(x.index_select(0, routing.sources), up.flatten(0, 1), None, 1, x.dtype, routing=routing)
+    y = ops.linear(hidden, down.flatten(0, 1), None, 1, x.dtype, routing=routing)
+    return ops.combine(routing.weights, routing.places, y)
 
 
 def weights(ops, E, K, N, dtype):
@@ -144,7 +144,8 @@ def test_an_expert_is_a_linear(ops):
         x, up = (x * 8).round(), (up * 8).round()
     routing = ops.route(random(ops, M, E), 2, True, torch.float32)
     for leaves in (1, 2):
-        out = ops.linear(x[routing.sources], up.flatten(0, 1), None, leaves, torch.float32, routing=routing)
+        rows = x.index_select(0, routing.sources)
+        out = ops.linear(rows, up.flatten(0, 1), None, leaves, torch.float32, routing=routing)
         for token, (of, places) in enumerate(zip(ids_of(routing), routing.places.tolist(), strict=True)):
             for e, row in zip(of, places, strict=True):
                 alone = ops.linear(x[token : token + 1].contiguous(), up[e].contiguous(), None, leaves, torch.float32)
@@ -163,7 +164,7 @@ def test_combine_is_a_chain_in_ascending_id(ops):
             total = total + routing.weights[:, i, None] * y[routing.places[:, i]]
         return total
 
-    found = combine(y, routing)
+    found = ops.combine(routing.weights, routing.places, y)
     assert same_bits(found, chain(range(top_k))) and not same_bits(found, chain(reversed(range(top_k))))
 
 

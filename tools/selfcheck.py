@@ -84,7 +84,6 @@ def check_experts(device, dtype, schedules: list[LinearSchedule], K: int) -> Ite
     many tiles, of one, and without a row."""
     from kernels.experts import route
     from kernels.linear import linear
-    from kernels.sample import logprobs
 
     E, top_k, M, N = 8, 2, 400, 272
     arrived = torch.zeros(16384, dtype=torch.int32, device=device)
@@ -98,8 +97,9 @@ def check_experts(device, dtype, schedules: list[LinearSchedule], K: int) -> Ite
         for schedule in schedules:
             same = True
             for m in (1, 17, M):
-                routing = route(logits[:m], top_k, True, schedule.BLOCK_M, logprobs, torch.exp)
-                out = linear(x[routing.sources], w, None, leaves, dtype, schedule, arrived, routing=routing)
+                routing = route(logits[:m], top_k, True, schedule.BLOCK_M, m)
+                out = linear(x.index_select(0, routing.sources), w, None, leaves, dtype, schedule, arrived,
+                             routing=routing)
                 of = routing.tiles[1:][routing.places // routing.tile].long()
                 same &= same_bits(out[routing.places], every[of, torch.arange(m, device=device)[:, None]])
             yield Check("experts", f"{dtype}, K={K}, {leaves} leaves, {schedule}", same, schedule)

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-TRACED = ("embedding", "rms_norm", "linear", "gated_linear", "rotary_and_cache", "paged_attention")
+TRACED = ("embedding", "rms_norm", "linear", "gated_linear", "rotary_and_cache", "paged_attention", "combine")
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The paged KV cache: its tensor, and who owns which block.
+"""The paged KV cache: who owns which block.
 
 `BlockManager` deals in integers: token ids in, block ids out. It knows neither sequences' state nor the model. A block
 is free (reference count 0) or held by one or more sequences. A full block whose keys are computed can be *cached*: it
@@ -6,15 +6,7 @@ is entered under the exact tokens it holds and the block before it, and stays fi
 
 from collections import OrderedDict
 
-import torch
-
 from kernels.tiles import KV_TILE
-
-
-def allocate_kv_cache(model, num_blocks: int) -> torch.Tensor:
-    """[num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim] of NaN: a read of what nobody wrote must show."""
-    shape = model.config.num_layers, 2, num_blocks, model.num_kv_heads, KV_TILE, model.config.head_dim
-    return torch.full(shape, torch.nan, dtype=model.dtype, device=model.device)
 
 
 class BlockManager:

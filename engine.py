@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 import checkpoint
 import receipts
-from cache import BlockManager, allocate_kv_cache
+from cache import BlockManager
 from kernels import Ops, make_ops
 from kernels.tiles import KV_TILE
 from model import DTYPES, Model, ModelConfig
@@ -126,8 +126,8 @@ class LLM:
         if max_model_len is not None and self.max_model_len < max_model_len:
             raise ValueError(f"the cache has room for {num_blocks * KV_TILE} tokens, less than max_model_len "
                              f"{max_model_len}: lower it, or give the engine more memory")
-        self.runner = self.ranks.runner = Runner(self.model, allocate_kv_cache(self.model, num_blocks), max_num_seqs,
-                                                 self.max_model_len, enforce_eager)
+        self.runner = self.ranks.runner = Runner(self.model, num_blocks, max_num_seqs, self.max_model_len,
+                                                 enforce_eager)
         self.scheduler = Scheduler(BlockManager(num_blocks, enable_prefix_caching), max_num_seqs, batched)
         self.async_scheduling = self.device.type == "cuda" if async_scheduling is None else async_scheduling
         self.requests: dict[str, RequestOutput] = {}
@@ -145,7 +145,7 @@ class LLM:
             raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {utilization}")
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
-        Runner(self.model, allocate_kv_cache(self.model, 1), max_num_seqs, KV_TILE, True).profile(num_tokens)
+        Runner(self.model, 1, max_num_seqs, KV_TILE, True).profile(num_tokens)
         working = torch.cuda.max_memory_allocated(self.device) - before
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
@@ -414,7 +414,7 @@ class LLM:
         """Take the memory back. The cache is empty; graphs are captured again when they are first needed."""
         if self.runner.kv_cache is None:
             self.ranks.tell("wake")
-            self.runner.use_cache(allocate_kv_cache(self.model, self.scheduler.blocks.num_blocks))
+            self.runner.use_cache(self.scheduler.blocks.num_blocks)
 
     def _settle(self) -> None:
         if self.requests:

@@ -57,21 +57,22 @@ class StepOutput:
 class Runner:
     """Runs steps of `model` over `kv_cache` [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]."""
 
-    def __init__(self, model: Model, kv_cache: torch.Tensor, max_num_seqs: int, max_model_len: int, eager: bool):
+    def __init__(self, model: Model, num_blocks: int | None, max_num_seqs: int, max_model_len: int, eager: bool):
         self.model, self.ops, self.device, self.max_num_seqs = model, model.ops, model.device, max_num_seqs
         self.max_blocks = -(-max_model_len // KV_TILE)
         self.use_graphs = self.device.type == "cuda" and not eager
         sizes = {1, 2, 4, 8, 16, 64, *range(128, max_num_seqs, 128), max_num_seqs}  # what fills a tile of the products
         self.graph_sizes = sorted(size for size in sizes if size <= max_num_seqs)
         self.drawn = torch.zeros(max_num_seqs, dtype=torch.int64, device=self.device)  # the last step's tokens
-        self.use_cache(kv_cache)
+        self.use_cache(num_blocks)
 
-    def use_cache(self, kv_cache: torch.Tensor | None) -> None:
-        """Go on with this cache and no graphs: a graph holds addresses, of the cache and of memory of its own."""
+    def use_cache(self, num_blocks: int | None) -> None:
+        """Go on with a cache of NaN (a read of what nobody wrote must show) or none. Graphs hold addresses, and go."""
         self.graphs: dict[tuple[int, bool], tuple[torch.Tensor, torch.cuda.CUDAGraph]] = {}  # by size and split decode
-        rows = self.max_num_seqs if self.use_graphs and kv_cache is not None else 0
-        self.graph_logits = torch.empty((rows, self.model.config.vocab_size), dtype=torch.float32, device=self.device)
-        self.kv_cache, self.graph_pool = kv_cache, None
+        model, c, rows = self.model, self.model.config, self.max_num_seqs if self.use_graphs and num_blocks else 0
+        self.graph_logits = torch.empty((rows, c.vocab_size), dtype=torch.float32, device=self.device)
+        shape = c.num_layers, 2, num_blocks, model.num_kv_heads, KV_TILE, c.head_dim
+        self.kv_cache = torch.full(shape, torch.nan, dtype=model.dtype, device=self.device) if num_blocks else None
 
     @torch.inference_mode()
     def launch(self, seqs: list[Sequence]) -> Callable[[], list[StepOutput]]:
@@ -107,7 +108,7 @@ class Runner:
         ids = [seq.token_ids[start : start + count] for seq, start, count in zip(seqs, starts, counts, strict=True)]
         slots = tables[np.repeat(np.arange(len(seqs)), counts), positions // KV_TILE] * KV_TILE + positions % KV_TILE
         model, seq_lens = self.model, starts + counts
-        group, row_bytes = model.num_heads // model.num_kv_heads, model.config.head_dim * self.kv_cache.itemsize
+        group, row_bytes = model.num_heads // model.num_kv_heads, model.config.head_dim * model.dtype.itemsize
         prefill = plan_prefill(offsets, counts, seq_lens, self.ops.query_tile(group, row_bytes))
         # Splits are dealt out where a sequence alone would take much longer than its share of all the work.
         splits = -(-seq_lens[counts == 1] // KV_SPLIT)
@@ -155,9 +156,8 @@ class Runner:
         run()  # compiles; writing this step's keys twice writes the same bits
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.graph_pool):
+        with torch.cuda.graph(graph, pool=next((other.pool() for _, other in self.graphs.values()), None)):
             run()
-        self.graph_pool = self.graph_pool or graph.pool()
         return inputs, graph
 
     def _choose(self, logits: torch.Tensor, seqs: list[Sequence],

@@ -163,8 +163,8 @@ def linear_cases(config: ModelConfig, ops: Ops, dtype: torch.dtype, device: torc
 def planned_work(config: ModelConfig, ops: Ops, cache: torch.Tensor, num_seqs: int, computed: int, scheduled: int):
     """The AttentionWork that the engine plans for a step of `num_seqs` alike sequences over the pages of `cache`."""
     model = SimpleNamespace(config=config, device=cache.device, ops=ops, num_heads=config.num_heads,
-                            num_kv_heads=config.num_kv_heads, most_kv_heads=config.num_kv_heads)
-    runner = Runner(model, cache, 1, KV_TILE, True)
+                            num_kv_heads=config.num_kv_heads, most_kv_heads=config.num_kv_heads, dtype=cache.dtype)
+    runner = Runner(model, None, 1, KV_TILE, True)
     pages = -(-(computed + scheduled) // KV_TILE)
     seqs = [SimpleNamespace(num_computed_tokens=computed, num_scheduled_tokens=scheduled,
                             token_ids=[0] * (computed + scheduled),

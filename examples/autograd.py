@@ -31,7 +31,6 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 import scheduler
-from cache import allocate_kv_cache
 from kernels import Ops, upload
 from kernels.tiles import KV_TILE
 from model import Batch, Model
@@ -301,7 +300,6 @@ def whole_sequences(model: Model, inputs: list[list[int]]) -> tuple[Batch, torch
         seq = scheduler.Sequence(token_ids, SamplingParams(), 0, 0, num_scheduled_tokens=len(token_ids))
         seq.block_table = list(range(num_blocks, num_blocks := num_blocks + -(-len(token_ids) // KV_TILE)))
         seqs.append(seq)
-    kv_cache = allocate_kv_cache(model, num_blocks)
-    runner = Runner(model, kv_cache, 1, model.cos_sin.shape[0], True)
+    runner = Runner(model, num_blocks, 1, model.cos_sin.shape[0], True)
     fields = runner._plan(seqs)
-    return runner._batch(fields, fields["counts"].tolist())[0], kv_cache
+    return runner._batch(fields, fields["counts"].tolist())[0], runner.kv_cache

@@ -189,7 +189,7 @@ class LLM:
         request = RequestOutput(request_id, prompt if isinstance(prompt, str) else None, token_ids, params)
         for index in range(params.n):
             own = params if index == 0 else replace(params, prompt_logprobs=None)
-            seq = Sequence(list(token_ids), own, completion_seed(seed, index),
+            seq = Sequence(list(token_ids), len(token_ids), own, completion_seed(seed, index),
                            0 if score_only else min(params.max_tokens or room, room), ends, cache_salt)
             if own.prompt_logprobs is not None:
                 seq.prompt_logprobs, seq.observe = [None] * max(1, score_only), observe

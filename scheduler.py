@@ -14,36 +14,25 @@ from sampler import SamplingParams
 @dataclass(eq=False)
 class Sequence:
     """One completion in the making: the prompt's tokens followed by those generated so far. A negative id stands for a
-    token that the device is choosing (kernels/reference.py), until the host knows it. `num_computed_tokens`: tokens
-    whose keys are in the cache. `num_cached_tokens`: of these, how many the prefix cache gave at the first admission
-    (set once). `max_new_tokens` 0 computes the prompt and stops (scoring)."""
-
+    token that the device is choosing (kernels/reference.py), until the host knows it."""
     token_ids: list[int]
+    num_prompt_tokens: int
     params: SamplingParams
     seed: int
-    max_new_tokens: int
+    max_new_tokens: int  # 0 computes the prompt and stops (scoring)
     stop_token_ids: frozenset[int] = frozenset()  # end ids after which the sequence is finished
     cache_salt: str | None = None
-    num_prompt_tokens: int = 0
-    num_computed_tokens: int = 0
-    num_cached_tokens: int | None = None
+    num_computed_tokens: int = 0  # whose keys are in the cache
+    num_cached_tokens: int | None = None  # of these, those that the prefix cache gave at the first admission
     num_scheduled_tokens: int = 0
     block_table: list[int] = field(default_factory=list)  # empty unless it is running
     block_uids: list[object] = field(default_factory=list)  # root, then those of the leading blocks that are full
     prompt_logprobs: list = field(default_factory=list)  # entry i belongs to prompt token i; entry 0 is None
     observe: object = None  # a function of it and of the logits that its prompt logprobs come from
 
-    def __post_init__(self):
-        self.num_prompt_tokens = len(self.token_ids)
-
     @property
     def wants_prompt_logprobs(self) -> bool:
         return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens
-
-    @property
-    def is_computed(self) -> bool:
-        """Whether no step is left to run: all tokens are made, or are under way."""
-        return self.num_computed_tokens >= self.num_prompt_tokens + max(0, self.max_new_tokens - 1)
 
     @property
     def samples_this_step(self) -> bool:
@@ -67,8 +56,7 @@ class Scheduler:
         scheduled: list[Sequence] = []
         for seq in list(self.running):
             self._cache_full_blocks(seq)
-            # Without blocks it was preempted by an older one in this very loop; computed, it waits for its last token.
-            if seq.block_table and not seq.is_computed and budget > 0 and self._grant(seq, budget):
+            if seq.block_table and self._grant(seq, budget):  # else it was preempted by an older one in this very loop
                 scheduled.append(seq)
                 budget -= seq.num_scheduled_tokens
         # Victims come from the tail, behind all scheduled so far; then nobody is admitted: their blocks are spoken for.
@@ -80,15 +68,17 @@ class Scheduler:
         return scheduled
 
     def _grant(self, seq: Sequence, budget: int) -> bool:
-        """Schedule up to `budget` more tokens, with their blocks, preempting the youngest; False if `seq` had to go."""
-        seq.num_scheduled_tokens = min(len(seq.token_ids) - seq.num_computed_tokens, budget)
+        """Schedule up to `budget` more tokens, with their blocks, preempting the youngest. False if there are none to
+        compute (the last of all, which may be under way, never is), or if `seq` had to go."""
+        end = min(len(seq.token_ids), seq.num_prompt_tokens + max(0, seq.max_new_tokens - 1))
+        seq.num_scheduled_tokens = min(end - seq.num_computed_tokens, budget)
         needed = -(-(seq.num_computed_tokens + seq.num_scheduled_tokens) // KV_TILE) - len(seq.block_table)
         while len(self.blocks.free) < needed:
             self.preempt(self.running[-1])
             if not seq.block_table:
                 return False
         seq.block_table += [self.blocks.allocate() for _ in range(needed)]
-        return True
+        return seq.num_scheduled_tokens > 0
 
     def _admit(self, seq: Sequence, budget: int) -> bool:
         """Schedule a first chunk behind the cached prefix, and give it blocks. False if it must wait: room is asked for

@@ -297,7 +297,7 @@ def whole_sequences(model: Model, inputs: list[list[int]]) -> tuple[Batch, torch
     """A step that computes these token ids, each list from its first token on, and an empty cache for it."""
     seqs, num_blocks = [], 0
     for token_ids in inputs:
-        seq = scheduler.Sequence(token_ids, SamplingParams(), 0, 0, num_scheduled_tokens=len(token_ids))
+        seq = scheduler.Sequence(token_ids, len(token_ids), SamplingParams(), 0, 0, num_scheduled_tokens=len(token_ids))
         seq.block_table = list(range(num_blocks, num_blocks := num_blocks + -(-len(token_ids) // KV_TILE)))
         seqs.append(seq)
     runner = Runner(model, num_blocks, 1, model.cos_sin.shape[0], True)

@@ -316,7 +316,7 @@ def test_adjustments_by_hand():
                             logit_bias={4: 1.5, 5: -1.0}).resolve({})
 
     def sequence(params, prompt, output):
-        seq = Sequence(prompt, params, 0, 9, frozenset({6, 99}))  # one beyond the logits
+        seq = Sequence(prompt, len(prompt), params, 0, 9, frozenset({6, 99}))  # one beyond the logits
         seq.token_ids += output
         return seq
 

@@ -166,16 +166,11 @@ def rotary_table(config: ModelConfig, length: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Batch:
-    """One step's input, built once and passed down. Padding rows of a CUDA graph have slot -1.
-
-    input_ids: [num_tokens] int32
-    drawn: [max_num_seqs] int64, the tokens chosen by the step before; an input id of -1 - r stands for drawn[r]
-    logits_rows: [num_logits] int64, the rows whose logits are wanted; None means every row"""
-
-    input_ids: torch.Tensor
+    """One step's input, built once and passed down. Padding rows of a CUDA graph have slot -1."""
+    input_ids: torch.Tensor  # [num_tokens] int32; -1 - r stands for drawn[r]
     attention: AttentionWork
-    drawn: torch.Tensor
-    logits_rows: torch.Tensor | None = None
+    drawn: torch.Tensor  # [max_num_seqs] int64, the tokens chosen by the step before
+    logits_rows: torch.Tensor | None = None  # [num_logits] int64, the rows whose logits are wanted; None: every row
 
 
 def deal(count: int, ranks: int, unit: int = 0) -> list[range]:

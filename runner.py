@@ -47,7 +47,6 @@ def pack(fields: dict[str, np.ndarray]) -> tuple[np.ndarray, dict[str, slice]]:
 @dataclass
 class StepOutput:
     """What a step yields for one sequence: the next token, or None if its prompt is not done yet; and logprobs."""
-
     token_id: int | None = None
     logprob: float | None = None
     top_logprobs: dict[int, float] | None = None

@@ -24,7 +24,6 @@ class BlockManager:
 
     def acquire(self, token_ids: list[int], salt: str | None) -> tuple[list[int], list[object]]:
         """(blocks, the root and their uids) of the longest cached prefix, whole blocks only, each owned once more.
-
         The last token is left to compute, its hidden state being wanted: a prompt cached whole matches a block less."""
         blocks, uids = [], [("root", salt)]
         for end in range(KV_TILE, len(token_ids), KV_TILE):

@@ -21,13 +21,12 @@ from kernels.work import AttentionWork
 
 LOGITS_SLAB = 512  # rows of prompt logits computed at a time: 512 x 152k x 4 bytes = 311 MB
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-FLOATS = {"BF16", "F16", "F32"}
-ROPE_KEYS = {  # rope type -> settings it understands beside rope_theta; anything else is refused, never ignored
-    "default": set(),
-    "linear": {"factor"},
-    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
-    "yarn": {"factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
-             "mscale_all_dim", "truncate"},
+ROPE_KEYS = {  # rope type -> settings it needs and others it takes beside rope_theta; the rest is refused, not ignored
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "llama3": (("low_freq_factor", "high_freq_factor"), ("factor", "original_max_position_embeddings")),
+    "yarn": ((), ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
+                  "mscale_all_dim", "truncate")),
 }
 
 
@@ -119,15 +118,15 @@ def read_rope(config: dict) -> tuple[float, str, dict]:
     if {config.get("partial_rotary_factor"), raw.pop("partial_rotary_factor", None)} - {None, 1}:
         raise ValueError("partial_rotary_factor other than 1 is not implemented")
     raw = {key: value for key, value in sorted(raw.items()) if value is not None}
-    if unknown := sorted(set(raw) - ROPE_KEYS[rope_type]):
+    needed, others = ROPE_KEYS[rope_type]
+    if unknown := sorted(raw.keys() - {*needed, *others}):
         raise ValueError(f"unknown rope setting {unknown[0]!r} for rope type {rope_type!r}")
+    if missing := [key for key in needed if key not in raw]:
+        raise ValueError(f"rope type {rope_type!r} needs {missing[0]!r}")
     if rope_type in ("yarn", "llama3"):
         maximum = config.get("max_position_embeddings", 2048)
         raw["original"] = raw.pop("original_max_position_embeddings", None) or maximum
         raw.setdefault("factor", maximum / raw["original"])
-    needed = {"linear": ["factor"], "llama3": ["low_freq_factor", "high_freq_factor"]}.get(rope_type, [])
-    if missing := [key for key in needed if key not in raw]:
-        raise ValueError(f"rope type {rope_type!r} needs {missing[0]!r}")
     return theta, rope_type, raw
 
 
@@ -349,12 +348,11 @@ class Model:
                 raise ValueError(f"tensor {name} is missing from the checkpoint{hint}")
             if tuple(checkpoint.shapes[name]) != shape:
                 raise ValueError(f"tensor {name} has shape {tuple(checkpoint.shapes[name])}, the config says {shape}")
-        for name in checkpoint.shapes:
+        for name, dtype in checkpoint.dtypes.items():
             if name not in expected and not name.endswith("rotary_emb.inv_freq"):
                 raise ValueError(f"unexpected tensor {name} in the checkpoint: the config has no place for it")
-        for name, dtype in checkpoint.dtypes.items():
-            if dtype not in FLOATS and dtype not in DTYPES.values():
-                raise ValueError(f"tensor {name} has dtype {dtype}: samebits loads {', '.join(sorted(FLOATS))}")
+            if dtype not in ("BF16", "F16", "F32", *DTYPES.values()):
+                raise ValueError(f"tensor {name} has dtype {dtype}: samebits loads BF16, F16 and F32")
         if copied and not same_bits(*(data[:].to(self.dtype) for name, data in checkpoint.tensors(False)
                                       if name in tied)):
             raise ValueError(f"{head} differs from {tied[1]}, but tie_word_embeddings is true: set it to false in "

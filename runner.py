@@ -4,7 +4,9 @@ Owns the device-side inputs, the CUDA graphs of decode steps and the copies betw
 launched, and its results are collected later: meanwhile the host may launch the next one, whose inputs the device takes
 from `drawn`. Reads sequences and never changes them; knows nothing of text."""
 
+import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -20,27 +22,25 @@ from scheduler import Sequence
 MAX_PARTIALS = 4096  # KV splits of one step that may have programs of their own: bounds the merge buffers
 
 
-def empty_fields(num_tokens: int, num_seqs: int, width: int, decode_items: int = 0,
-                 merges: int = 0) -> dict[str, np.ndarray]:
-    """The fields of a step's input with nothing in them: no token has a slot, no list an entry. `width` is that of the
-    block tables. The work lists, whose tail may be dead in a graph, come last."""
-    shapes = {"input_ids": num_tokens, "positions": num_tokens, "slot_mapping": num_tokens,
-              "block_tables": (num_seqs, width), "counts": 3, "merges": (merges, MERGE_FIELDS),
-              "prefill_items": (0, ITEM_FIELDS), "decode_items": (decode_items, ITEM_FIELDS)}
-    fields = {name: np.zeros(shape, np.int32) for name, shape in shapes.items()}
-    fields["slot_mapping"].fill(-1)
-    return fields
+def input_shapes(num_tokens: int, num_seqs: int, width: int, decode_items: int = 0, merges: int = 0) -> dict:
+    """Shapes of a step's input by field; `width` is that of the block tables. The work list whose tail may be dead in a
+    graph comes last."""
+    return {"input_ids": (num_tokens,), "positions": (num_tokens,), "slot_mapping": (num_tokens,),
+            "block_tables": (num_seqs, width), "counts": (3,), "merges": (merges, MERGE_FIELDS),
+            "prefill_items": (0, ITEM_FIELDS), "decode_items": (decode_items, ITEM_FIELDS)}
 
 
-def pack(fields: dict[str, np.ndarray]) -> tuple[np.ndarray, dict[str, slice]]:
-    """All fields in one int32 buffer, and where each lies: on 16-byte borders, so that kernels' pointers look alike."""
+def pack(fields: dict[str, np.ndarray], shapes: dict[str, tuple[int, ...]]) -> tuple[np.ndarray, dict[str, slice]]:
+    """One int32 buffer of fields of these shapes, and where each lies: on 16-byte borders, so that kernels' pointers
+    look alike. Beyond what is given they are empty: no token has a slot, no list an entry."""
     places, end = {}, 0
-    for name, array in fields.items():
-        places[name] = slice(end, end + array.size)
-        end += -(-array.size // 4) * 4
+    for name, shape in shapes.items():
+        places[name] = slice(end, end + math.prod(shape))
+        end += -(-math.prod(shape) // 4) * 4
     buffer = np.zeros(end, np.int32)
-    for name, place in places.items():
-        buffer[place] = fields[name].reshape(-1)
+    buffer[places["slot_mapping"]] = -1
+    for name, array in fields.items():
+        buffer[places[name]].reshape(shapes[name])[tuple(map(slice, array.shape))] = array
     return buffer, places
 
 
@@ -83,7 +83,7 @@ class Runner:
         if self.use_graphs and not scoring and all(samples) and len(fields["input_ids"]) == len(seqs):  # all decode
             logits = self._run_graph(fields)
         else:
-            batch, _ = self._batch(fields, fields["counts"].tolist())
+            batch, _ = self._batch(fields)
             rows = upload(np.cumsum([seq.num_scheduled_tokens for seq in seqs])[samples] - 1, self.device)
             hidden_states = self.model.forward(replace(batch, logits_rows=None if scoring else rows), self.kv_cache)
             if scoring:
@@ -119,62 +119,50 @@ class Runner:
                 "block_tables": tables, "counts": np.array([len(prefill), len(decode), len(merges)]), "merges": merges,
                 "prefill_items": prefill, "decode_items": decode}
 
-    def _batch(self, fields: dict[str, np.ndarray], grid) -> tuple[Batch, torch.Tensor]:
-        """The fields on the device, and the packed tensor that they are views of."""
-        buffer, places = pack(fields)
+    def _batch(self, fields: dict[str, np.ndarray], shapes=None, grid=None) -> tuple[Batch, torch.Tensor]:
+        """The fields, padded to `shapes` if given, on the device, and the packed tensor that they are views of."""
+        shapes = shapes or {name: array.shape for name, array in fields.items()}
+        grid = grid or tuple(fields["counts"].tolist())
+        buffer, places = pack(fields, shapes)
         packed = upload(buffer, self.device)
-        view = {name: packed[place].view(fields[name].shape) for name, place in places.items()}
+        view = {name: packed[place].view(shapes[name]) for name, place in places.items()}
         input_ids = view.pop("input_ids")
-        work = AttentionWork(**view, grid=tuple(grid), max_partials=MAX_PARTIALS if grid[2] else 0)
+        work = AttentionWork(**view, grid=grid, max_partials=MAX_PARTIALS if grid[2] else 0)
         return Batch(input_ids, work, self.drawn), packed
 
     def _run_graph(self, live: dict[str, np.ndarray]) -> torch.Tensor:
         """Replay the smallest graph that holds these sequences (captured at its first use) and return its logits."""
-        size = next(size for size in self.graph_sizes if size >= len(live["block_tables"]))
-        split = len(live["merges"]) > 0
-        fields = empty_fields(size, size, self.max_blocks, MAX_PARTIALS if split else size, size if split else 0)
-        for name, array in live.items():
-            fields[name][tuple(map(slice, array.shape))] = array
+        count, split = len(live["block_tables"]), len(live["merges"]) > 0
+        size = next(size for size in self.graph_sizes if size >= count)
+        shapes = input_shapes(size, size, self.max_blocks, MAX_PARTIALS if split else size, size if split else 0)
         if (size, split) not in self.graphs:
-            self.graphs[size, split] = self._capture(fields)
+            walkers = self.ops.decode_programs // self.model.most_kv_heads if split else size
+            batch, inputs = self._batch(live, shapes, (0, walkers, size if split else 0))
+            graph, pool = torch.cuda.CUDAGraph(), next((other.pool() for _, other in self.graphs.values()), None)
+            for mode in (nullcontext(), torch.cuda.graph(graph, pool)):  # the first time it runs, to compile
+                with mode:  # writing a step's keys twice writes the same bits
+                    self.model.logits(self.model.forward(batch, self.kv_cache), self.graph_logits[:size])
+            self.graphs[size, split] = inputs, graph
         inputs, graph = self.graphs[size, split]
-        buffer, places = pack(fields)
+        buffer, places = pack(live, shapes)
         used = places["decode_items"].start + live["decode_items"].size  # the dead tail of the work list stays behind
         inputs[:used].copy_(torch.from_numpy(buffer[:used]).pin_memory(), non_blocking=True)
         graph.replay()
-        return self.graph_logits[: len(live["block_tables"])]
+        return self.graph_logits[:count]
 
-    def _capture(self, fields: dict[str, np.ndarray]) -> tuple[torch.Tensor, torch.cuda.CUDAGraph]:
-        size, merges = len(fields["input_ids"]), len(fields["merges"])
-        walkers = self.ops.decode_programs // self.model.most_kv_heads if merges else size
-        batch, inputs = self._batch(fields, (0, walkers, merges))
-
-        def run() -> None:
-            self.model.logits(self.model.forward(batch, self.kv_cache), self.graph_logits[:size])
-
-        run()  # compiles; writing this step's keys twice writes the same bits
-        torch.cuda.synchronize(self.device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=next((other.pool() for _, other in self.graphs.values()), None)):
-            run()
-        return inputs, graph
-
-    def _choose(self, logits: torch.Tensor, seqs: list[Sequence],
-                outputs: list[StepOutput]) -> Callable[[], list[StepOutput]]:
+    def _choose(self, logits: torch.Tensor, seqs: list[Sequence], outputs: list[StepOutput]) -> Callable:
         """Choose the next token of those that sample; returns the function that waits for it and fills `outputs`."""
-        chosen = [output for seq, output in zip(seqs, outputs, strict=True) if seq.samples_this_step]
-        seqs = [seq for seq in seqs if seq.samples_this_step]
+        seqs, chosen = zip(*[pair for pair in zip(seqs, outputs, strict=True) if pair[0].samples_this_step])
         tokens = sampler.choose(logits, seqs, self.ops)
         self.drawn[: len(seqs)].copy_(tokens)
-        wanted = [seq.params.logprobs for seq in seqs]
-        asking = [i for i, want in enumerate(wanted) if want is not None]
+        wanted = {i: seq.params.logprobs for i, seq in enumerate(seqs) if seq.params.logprobs is not None}
         results = [tokens]
-        if asking:
-            if len(asking) < len(seqs):
-                index = upload(np.array(asking), self.device)
+        if wanted:
+            if len(wanted) < len(seqs):
+                index = upload(np.array(list(wanted)), self.device)
                 logits, tokens = logits[index], tokens[index]
             tokens = tokens.clamp(max=logits.shape[1] - 1)  # a broken row's logprob is never shown
-            results += self.ops.logprobs(logits, tokens, max(wanted[i] for i in asking))
+            results += self.ops.logprobs(logits, tokens, max(wanted.values()))
         results = [result.to("cpu", non_blocking=True) for result in results]  # they come over while the host goes on
         done = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
 
@@ -184,8 +172,8 @@ class Runner:
             ids, *values = [result.tolist() for result in results]
             for output, token in zip(chosen, ids, strict=True):
                 output.token_id = token
-            for i, value, *top in zip(asking, *values):
-                chosen[i].logprob, chosen[i].top_logprobs = value, dict(list(zip(*top, strict=True))[: wanted[i]])
+            for (i, count), value, *top in zip(wanted.items(), *values):
+                chosen[i].logprob, chosen[i].top_logprobs = value, dict(list(zip(*top, strict=True))[:count])
             return outputs
 
         return collect
@@ -209,7 +197,7 @@ class Runner:
     @torch.inference_mode()
     def profile(self, num_tokens: int) -> None:
         """The largest step, on dummy tokens that write no key: what it allocates is the step's peak memory."""
-        batch, _ = self._batch(empty_fields(num_tokens, 1, 1), (0, 0, 0))
+        batch, _ = self._batch({}, input_shapes(num_tokens, 1, 1), (0, 0, 0))
         index = torch.zeros(self.max_num_seqs, dtype=torch.int64, device=self.device)
         hidden_states = self.model.forward(replace(batch, logits_rows=index), self.kv_cache)
         logits = self.model.logits(hidden_states)

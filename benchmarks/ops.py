@@ -169,8 +169,7 @@ def planned_work(config: ModelConfig, ops: Ops, cache: torch.Tensor, num_seqs: i
     seqs = [SimpleNamespace(num_computed_tokens=computed, num_scheduled_tokens=scheduled,
                             token_ids=[0] * (computed + scheduled),
                             block_table=list(range(i * pages, (i + 1) * pages))) for i in range(num_seqs)]
-    fields = runner._plan(seqs)
-    return runner._batch(fields, fields["counts"].tolist())[0].attention
+    return runner._batch(runner._plan(seqs))[0].attention
 
 
 def attention_cases(config: ModelConfig, ops: Ops, dtype: torch.dtype, device: torch.device, sizes) -> Iterator[Case]:

@@ -301,5 +301,4 @@ def whole_sequences(model: Model, inputs: list[list[int]]) -> tuple[Batch, torch
         seq.block_table = list(range(num_blocks, num_blocks := num_blocks + -(-len(token_ids) // KV_TILE)))
         seqs.append(seq)
     runner = Runner(model, num_blocks, 1, model.cos_sin.shape[0], True)
-    fields = runner._plan(seqs)
-    return runner._batch(fields, fields["counts"].tolist())[0], runner.kv_cache
+    return runner._batch(runner._plan(seqs))[0], runner.kv_cache

@@ -19,7 +19,7 @@ import kernels
 from benchmarks.twins import batch_dependent
 from engine import LLM
 from kernels import same_bits
-from runner import empty_fields, pack
+from runner import input_shapes, pack
 from sampler import SamplingParams
 
 LENGTHS = (1, 2, 31, 63, 64, 65, 100, 127, 129, 190, 191, 250, 256, 257, 300, 321)  # block, tile, split, chunk borders
@@ -261,12 +261,11 @@ def test_what_a_graph_is_fed(tiny_folder, monkeypatch):
         llm.add_request(prompt, SamplingParams(max_tokens=4, ignore_eos=True))
     llm.step()
     live = runner._plan(llm.scheduler.schedule())
-    fed = torch.full((sum(-(-array.size // 4) * 4 for array in empty_fields(4, 4, runner.max_blocks, 4).values()),), 77,
-                     dtype=torch.int32)
+    buffer, places = pack({}, input_shapes(4, 4, runner.max_blocks, 4))
+    fed = torch.full(buffer.shape, 77, dtype=torch.int32)
     runner.graphs[4, False] = fed, SimpleNamespace(replay=lambda: None)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     runner._run_graph(live)
-    _, places = pack(empty_fields(4, 4, runner.max_blocks, 4))
     found = {name: fed[place].numpy() for name, place in places.items()}
     assert found["slot_mapping"].tolist() == [*live["slot_mapping"].tolist(), -1]
     assert found["positions"].tolist() == [3, 70, 1, 0]

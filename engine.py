@@ -90,9 +90,10 @@ class LLM:
         for name in ("max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override", "tensor_parallel_size"):
             if options[name] is not None and options[name] < 1:
                 raise ValueError(f"{name} must be at least 1, got {options[name]}")
-        for name, (one, other) in {"load_format": ("auto", "dummy"), "tp_style": ("column", "row")}.items():
-            if options[name] not in (one, other):
-                raise ValueError(f"unknown {name} {options[name]!r}: use {one!r} or {other!r}")
+        for name, known in (("device", ("auto", "cuda", "cpu")), ("load_format", ("auto", "dummy")),
+                            ("tp_style", ("column", "row"))):
+            if options[name] not in known:
+                raise ValueError(f"unknown {name} {options[name]!r}: use {' or '.join(map(repr, known))}")
         if ops and tensor_parallel_size > 1 and not _ranks:
             raise ValueError("an op table of one's own takes tensor_parallel_size 1")
         self.ranks = _ranks or Ranks(tensor_parallel_size)
@@ -137,19 +138,19 @@ class LLM:
 
     def _measure_blocks(self, utilization: float, max_num_seqs: int, num_tokens: int) -> int:
         """How many cache blocks fit, on every rank, beside the weights and the largest step's working memory."""
-        c = self.config
-        block_bytes = 2 * c.num_layers * self.model.num_kv_heads * KV_TILE * c.head_dim * self.dtype.itemsize
+        probe = Runner(self.model, 1, max_num_seqs, KV_TILE, True)
+        block_bytes = probe.kv_cache.nbytes
         if self.device.type == "cpu":
             return self.ranks.least(max(1, (1 << 30) // block_bytes))  # of 1 GiB
         if not 0 < utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {utilization}")
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
-        Runner(self.model, 1, max_num_seqs, KV_TILE, True).profile(num_tokens)
+        probe.profile(num_tokens)
         working = torch.cuda.max_memory_allocated(self.device) - before
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
-        logits = max_num_seqs * c.vocab_size * 4  # the static output of the graphs
+        logits = max_num_seqs * self.config.vocab_size * 4  # the static output of the graphs
         budget = free - (1 - utilization) * total - working - logits - GRAPH_RESERVE
         if budget < block_bytes:
             raise ValueError(f"no memory left for the cache: {free / 2**30:.1f} GiB free, a step needs "
@@ -224,9 +225,8 @@ class LLM:
         except BaseException:
             self._in_flight = NOTHING
             self.ranks.close(broken=True)
-            for seq in took_part:
-                if seq in self._live:
-                    self.abort(self._live[seq][0].request_id)
+            for request, *_ in [self._live[seq] for seq in took_part if seq in self._live]:
+                self.abort(request.request_id)
             raise
         self.ranks.since = None
         return list(changed.values())
@@ -425,8 +425,6 @@ class LLM:
 
 
 def pick_device(name: str) -> torch.device:
-    if name not in ("auto", "cuda", "cpu"):
-        raise ValueError(f"unknown device {name!r}: use 'auto', 'cuda' or 'cpu'")
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -437,8 +435,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
-    auto = config.dtype if device.type == "cuda" else "float32"  # CPU products are fp32 in any dtype
-    wanted = auto if name == "auto" else name
+    wanted = {"auto": config.dtype if device.type == "cuda" else "float32"}.get(name, name)  # on CPU products are fp32
     if wanted not in DTYPES:
         raise ValueError(f"unknown dtype {wanted!r}: use 'auto', {', '.join(map(repr, DTYPES))}")
     return DTYPES[wanted]

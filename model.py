@@ -243,11 +243,9 @@ class Model:
                 gate_up_proj=self._linear(gate_up, hidden, c.mlp_bias, in_turn=True),
                 down_proj=self._linear([(ffn + "down_proj", joined[0]) for ffn in ffns], inner, c.mlp_bias)))
         self.norm = self._norm("model.norm", c.hidden_size)
-        if c.tie_word_embeddings:
-            head = self.embed_tokens[cuts.vocab_size[rank].start : cuts.vocab_size[rank].stop]
-            self.lm_head = Linear(head, None, leaf_count(c.vocab_size, c.hidden_size))
-        else:
-            self.lm_head = self._linear([("lm_head", cuts.vocab_size)], hidden, False)
+        own = cuts.vocab_size[rank]
+        self.lm_head = (Linear(self.embed_tokens[own.start : own.stop], None, leaf_count(c.vocab_size, c.hidden_size))
+                        if c.tie_word_embeddings else self._linear([("lm_head", cuts.vocab_size)], hidden, False))
         self.cos_sin = rotary_table(c, max_model_len).to(device)
 
     def _parameter(self, parts: list[tuple[str, list[range]]], inputs: list[range] | None,

@@ -248,32 +248,30 @@ class Model:
                         if c.tie_word_embeddings else self._linear([("lm_head", cuts.vocab_size)], hidden, False))
         self.cos_sin = rotary_table(c, max_model_len).to(device)
 
-    def _parameter(self, parts: list[tuple[str, list[range]]], inputs: list[range] | None,
-                   in_turn: bool = False) -> torch.Tensor:
+    def _parameter(self, parts: list[tuple[str, list[range]]], *inputs: list[range], in_turn=False) -> torch.Tensor:
         """One tensor [N, K], or [N] without `inputs`, of the rank's rows of each (checkpoint name, cut), one below the
         other or in turn, and its columns, by the cut `inputs`; see `weights` and `whole`."""
-        rows, columns = [cut[self.rank] for _, cut in parts], [inputs[self.rank]] if inputs else []
-        shape = sum(map(len, rows)), *map(len, columns)
+        rows = [cut[self.rank] for _, cut in parts]
+        shape = sum(map(len, rows)), *(len(cut[self.rank]) for cut in inputs)
         tensor = torch.empty(shape, dtype=self.ops.weight_dtype(self.dtype), device=self.device)
         views = tensor.split(list(map(len, rows)))
         if in_turn:  # by twos
             views = [view for pair in tensor.unflatten(0, (-1, len(rows[0]), 2)) for view in pair.unbind(1)]
-        for (name, cut), own, view in zip(parts, rows, views, strict=True):
-            self.weights[name] = view
-            self.whole[name] = ((cut[-1].stop, *[c[-1].stop for c in [inputs] if c]),
-                                tuple(slice(r.start, r.stop) for r in (own, *columns)))
+        for (name, cut), view in zip(parts, views, strict=True):
+            shape, own = zip(*[(c[-1].stop, slice(c[self.rank].start, c[self.rank].stop)) for c in (cut, *inputs)])
+            self.weights[name], self.whole[name] = view, (shape, own)
         return tensor
 
     def _norm(self, name: str, N: int) -> torch.Tensor:
-        return self._parameter([(name + ".weight", self._uncut(N))], None)
+        return self._parameter([(name + ".weight", self._uncut(N))])
 
     def _uncut(self, N: int) -> list[range]:
         return [range(N)] * self.size
 
     def _linear(self, parts: list[tuple[str, list[range]]], inputs: list[range], has_bias: bool,
                 in_turn: bool = False) -> Linear:
-        weight = self._parameter([(name + ".weight", cut) for name, cut in parts], inputs, in_turn)
-        bias = self._parameter([(name + ".bias", cut) for name, cut in parts], None, in_turn) if has_bias else None
+        weight = self._parameter([(name + ".weight", cut) for name, cut in parts], inputs, in_turn=in_turn)
+        bias = self._parameter([(name + ".bias", cut) for name, cut in parts], in_turn=in_turn) if has_bias else None
         return Linear(weight, bias, leaf_count(sum(cut[-1].stop for _, cut in parts), inputs[-1].stop))
 
     def forward(self, batch: Batch, kv_cache: torch.Tensor) -> torch.Tensor:

@@ -134,7 +134,7 @@ CONSERVATIVE = Schedules("conservative", linear=(
 # Best of `benchmarks/tune_linear.py rows` on an H200, as far as an fp32 result has room beside the stages. Clipped rows
 # are slow: M = 32 or 96 takes longer than 64 or 128.
 HOPPER = Schedules("hopper", linear=(
-    (16, (LinearSchedule(16, 64, 128, 4, 4, tma=True, programs=264), NARROW),
+    (16, (LinearSchedule(16, 64, 128, 4, 5, tma=True, programs=264), NARROW),
      (LinearSchedule(16, 64, 128, 4, 5, split=True, tma=True), NARROW)),
     (64, (LinearSchedule(64, 64, 128, 4, 6, tma=True),), (LinearSchedule(64, 64, 128, 4, 6, split=True, tma=True),)),
     (128, (LinearSchedule(64, 128, 128, 4, 4, tma=True),), (LinearSchedule(64, 128, 128, 4, 4, split=True, tma=True),)),

@@ -21,7 +21,6 @@ from kernels.experts import Routing
 from kernels.tiles import KV_SPLIT, KV_TILE, LOGPROB_SCALE_BITS, leaf_length
 
 COLUMNS, LANES = 64, 4096
-NO_ID = 2**31 - 1  # of a row without a number, as kernels.sample has it
 MAX_ITEMS = 256  # attention items in flight: bounds memory, changes nothing else
 ONES = torch.ones((1, 1 << 15, 8))  # its first K rows make a row sum; no hidden size is larger
 
@@ -37,12 +36,6 @@ def tiled_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     tiles[-1] = F.pad(tiles[-1], (0, 0, 0, -N % COLUMNS))
     parts = [torch.bmm(x.unsqueeze(1), tile.T.expand(M, K, COLUMNS)).squeeze(1) for tile in tiles]
     return torch.cat(parts, 1)[:, :N].contiguous()
-
-
-def row_sum(x: torch.Tensor) -> torch.Tensor:
-    """Sum of the last axis as a product with ones. x: [..., K] fp32; returns [..., 1]."""
-    rows, K = x.reshape(-1, 1, x.shape[-1]), x.shape[-1]
-    return torch.bmm(rows, ONES[:, :K].expand(len(rows), K, 8))[..., :1].view(*x.shape[:-1], 1)
 
 
 def by_lanes(function, x: torch.Tensor) -> torch.Tensor:
@@ -65,8 +58,10 @@ def embedding(input_ids, weight, dtype, drawn):
 def rms_norm(x, weight, eps, residual=None):
     if residual is not None:
         x = residual.add_(x)  # in fp32 inside, rounded once
-    x32 = x.float()
-    rstd = row_sum(x32 * x32).div_(x.shape[-1]).add_(eps).sqrt_().reciprocal_()
+    x32, N = x.float(), x.shape[-1]
+    squares = (x32 * x32).reshape(-1, 1, N)
+    sums = torch.bmm(squares, ONES[:, :N].expand(len(squares), N, 8))[..., :1].view(*x.shape[:-1], 1)
+    rstd = sums.div_(N).add_(eps).sqrt_().reciprocal_()
     return ((x32 * rstd).to(x.dtype).float() * weight.float()).to(x.dtype)
 
 
@@ -197,23 +192,20 @@ def mass(scaled):
     return (by_lanes(torch.exp2, scaled * math.log2(math.e)) * float(1 << LOGPROB_SCALE_BITS)).to(torch.int64)
 
 
-def by_value(logits):
-    """Token ids of one row from the largest logit to the smallest, the lowest id first among equals."""
-    return torch.sort(torch.where(logits == 0.0, 0.0, logits), descending=True, stable=True).indices
-
-
 def logprobs(logits, token_ids, top):
     peak = logits.amax(1, keepdim=True)
     logs = torch.tensor([math.log(t) - LOGPROB_SCALE_BITS * math.log(2) if t > 0 else math.nan  # NaN logits
                          for t in mass(logits - peak).sum(1).tolist()], dtype=torch.float64)[:, None]
-    ids = torch.stack([by_value(row)[:top] for row in logits]) if top else token_ids.new_empty((len(logits), 0))
+    ids = token_ids.new_empty((len(logits), 0))
+    if top:  # a stable sort leaves equals in the order of their ids
+        ids = torch.stack([row.sort(descending=True, stable=True).indices[:top] for row in logits])
     values = (logits - peak).double() - logs
     return values.gather(1, token_ids[:, None])[:, 0].float(), ids.to(torch.int32), values.gather(1, ids).float()
 
 
 def argmax(logits):
-    return torch.stack([torch.nonzero(row == peak)[0, 0] if peak > -math.inf else torch.tensor(NO_ID)
-                        for row, peak in zip(logits, logits.amax(1).tolist(), strict=True)])  # NaN if one is in it
+    """The first of a row's largest; no id, as in kernels.sample, if that is -inf or, of a row that holds one, NaN."""
+    return torch.where(logits.amax(1) > -torch.inf, logits.argmax(1), 2**31 - 1)
 
 
 def philox(seed: int, position: int, num_quads: int) -> torch.Tensor:
@@ -242,7 +234,7 @@ def sample(logits, temperature, top_k, top_p, min_p, seed, position):
         scaled = (row - row.amax()) / t
         keep = scaled >= low
         if k < V or p < 1 << 30:
-            ranked = by_value(row)[: min(k, V)]
+            ranked = row.sort(descending=True, stable=True).indices[:k]
             if p < 1 << 30:
                 reached = mass(scaled[ranked]).cumsum(0)
                 kept = int(reached[-1])

@@ -104,37 +104,41 @@ def rotary_and_cache(qkv, q_norm, k_norm, eps, cos_sin, work, k_cache, v_cache, 
     return x[:, :num_heads].contiguous()
 
 
-class LockStep:
-    """Work items of equally many splits, walked together, and their index arithmetic: the same for every layer. Row r
-    of an item is token r // group, head r % group of its KV head, as on the GPU."""
+def lock_step(work, items: torch.Tensor, num_heads: int, num_kv_heads: int, kv_split: int):
+    """Index arithmetic of work items of equally many splits, walked together: the same for every layer. Row r of an
+    item is token r // group, head r % group of its KV head, as on the GPU; rows past its last token repeat that.
 
-    def __init__(self, work, items: torch.Tensor, num_heads: int, num_kv_heads: int, kv_split: int):
-        group = num_heads // num_kv_heads
-        seqs, tokens, counts = items[:, 0], items[:, 1], items[:, 2]
-        row = torch.arange(max(16, group))
-        position = work.positions[tokens].long()[:, None] + row // group  # [A, R]
-        num_keys = position[:, :1] + counts[:, None]
-        head = torch.arange(num_kv_heads)[:, None] * group + row % group  # [Hkv, R]
-        index = (tokens[:, None, None] + row // group) * num_heads + head
-        valid = row < counts[:, None, None] * group
-        # [A, Hkv, R] into q and the result viewed as [-1, head_dim]; the result has one more row, for what no token is.
-        self.rows, self.destination = (torch.where(valid, index, i) for i in (0, len(work.positions) * num_heads))
-        self.splits = []  # of each: its pages [A, T], rows of v not written, keys hidden
-        end = -(-int(num_keys.max()) // KV_TILE) * KV_TILE
-        for start in range(0, end, kv_split):
-            keys = torch.arange(start, min(start + kv_split, end)).view(-1, KV_TILE)
-            columns = (keys[:, 0] // KV_TILE).clamp(max=work.block_tables.shape[1] - 1)
-            pages = torch.where(keys[:, 0] < num_keys, work.block_tables[seqs][:, columns].long(), 0)
-            unwritten = (keys >= num_keys[..., None]).unsqueeze(2).expand(-1, -1, num_kv_heads, -1)
-            self.splits.append((pages, torch.nonzero(unwritten.flatten()).flatten(),
-                                keys[:, None, None] > position[:, None, None, :, None]))
+    Returns the rows [A, Hkv, R] of q and of the result viewed as [-1, head_dim], and of each split: its pages [A, T],
+    the rows of v that are not written, and the keys that are hidden."""
+    group = num_heads // num_kv_heads
+    seqs, tokens, counts = items.T[:3]
+    row = torch.arange(max(16, group))
+    token = torch.minimum(row // group, counts[:, None] - 1)  # [A, R], in the item
+    position = work.positions[tokens].long()[:, None] + token
+    num_keys = position[:, :1] + counts[:, None]
+    head = torch.arange(num_kv_heads)[:, None] * group + row % group  # [Hkv, R]
+    splits = []
+    end = -(-int(num_keys.max()) // KV_TILE) * KV_TILE
+    for start in range(0, end, kv_split):
+        keys = torch.arange(start, min(start + kv_split, end)).view(-1, KV_TILE)
+        pages = work.block_tables[seqs, start // KV_TILE :][:, : len(keys)].long()
+        unwritten = (keys >= num_keys[..., None]).unsqueeze(2).expand(-1, -1, num_kv_heads, -1).flatten().nonzero()
+        splits.append((pages, unwritten.flatten(), keys[:, None, None] > position[:, None, None, :, None]))
+    return (tokens[:, None] + token)[:, None] * num_heads + head, splits
 
-    def attend(self, q, k_cache, v_cache, scale: float) -> torch.Tensor:
-        """Outputs of all items' rows: [A * Hkv * R, head_dim], in the order of `destination`."""
-        (A, Hkv, R), D = self.rows.shape, q.shape[-1]
-        rows = q.reshape(-1, D).index_select(0, self.rows.flatten()).view(A, 1, Hkv, R, D).float()
-        total = None
-        for pages, unwritten, hidden in self.splits:
+
+def paged_attention(q, k_cache, v_cache, work, scale, kv_split=KV_SPLIT):
+    key, D = (q.shape[1], k_cache.shape[1], kv_split), q.shape[2]
+    if key not in work.host_plans:
+        items = torch.cat([work.prefill_items, work.decode_items]).long()
+        last_split = (work.positions[items[:, 1]] + items[:, 2] - 1) // kv_split
+        work.host_plans[key] = [lock_step(work, some, *key) for n in last_split.unique()
+                                for some in items[last_split == n].split(MAX_ITEMS)]
+    out = torch.empty(q.shape, dtype=q.dtype)
+    for index, splits in work.host_plans[key]:
+        (A, Hkv, R), total = index.shape, None
+        rows = q.reshape(-1, D).index_select(0, index.flatten()).view(A, 1, Hkv, R, D).float()
+        for pages, unwritten, hidden in splits:
             T = pages.shape[1]
             k, v = (c.index_select(0, pages.flatten()).float().view(-1, KV_TILE, D) for c in (k_cache, v_cache))
             v.view(-1, D).index_fill_(0, unwritten, 0.0)  # 0 x NaN must not reach a sum; scores are masked instead
@@ -155,21 +159,9 @@ class LockStep:
                 a, b = by_lanes(torch.exp2, torch.cat([total[0], last], -1) - m_new).split(1, -1)
                 last, acc = m_new, total[1] * a + acc * b
             total = last, acc
-        acc = total[1].view(-1, D + 1)
-        return (acc[:, :D] / acc[:, D:]).to(q.dtype)
-
-
-def paged_attention(q, k_cache, v_cache, work, scale, kv_split=KV_SPLIT):
-    key = q.shape[1], k_cache.shape[1], kv_split
-    if key not in work.host_plans:
-        items = torch.cat([work.prefill_items, work.decode_items]).long()
-        last_split = (work.positions[items[:, 1]] + items[:, 2] - 1) // kv_split
-        work.host_plans[key] = [LockStep(work, some, *key) for n in last_split.unique()
-                                for some in items[last_split == n].split(MAX_ITEMS)]
-    out = torch.empty((len(q) * q.shape[1] + 1, q.shape[2]), dtype=q.dtype)
-    for plan in work.host_plans[key]:
-        out.index_copy_(0, plan.destination.flatten(), plan.attend(q, k_cache, v_cache, scale))
-    return out[:-1].view(q.shape)
+        acc = acc.view(-1, D + 1)
+        out.view(-1, D).index_copy_(0, index.flatten(), (acc[:, :D] / acc[:, D:]).to(q.dtype))
+    return out
 
 
 def route(logits, top_k, normalise, dtype):

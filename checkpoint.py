@@ -19,35 +19,31 @@ def resolve(model: str, revision: str | None = None) -> Path:
     that holds code is fetched. HF_HUB_OFFLINE, HF_ENDPOINT, HF_HOME and HF_TOKEN are huggingface_hub's. Raises
     ValueError (no such folder, repository or revision, no access, no config.json) or ConnectionError (no copy)."""
     folder = Path(model).expanduser()
-    if not model or not folder.is_dir():  # Path("") would be the working directory
-        if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model):
-            raise ValueError(f"no model {model!r}: no folder {folder.absolute()}, and not a hub id (owner/name)")
-        folder = download(model, revision)
-    elif revision is not None:
-        raise ValueError(f"{folder} is a local folder and has no revision {revision!r}; leave revision out")
+    if model and folder.is_dir():  # Path("") would be the working directory
+        if revision is not None:
+            raise ValueError(f"{folder} is a local folder and has no revision {revision!r}; leave revision out")
+    elif not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model):
+        raise ValueError(f"no model {model!r}: no folder {folder.absolute()}, and not a hub id (owner/name)")
+    else:
+        from huggingface_hub import errors, snapshot_download  # here, because a local folder needs none of it
+        name = model if revision is None else f"{model} at revision {revision}"
+        tried = f"tried the folder {folder.absolute()} and the hub"
+        wanted, others = ["*.safetensors", "*.json", "*.jinja"], ["*/*", "consolidated*"]  # other formats of the same
+        try:
+            folder = Path(snapshot_download(model, revision=revision, allow_patterns=wanted, ignore_patterns=others))
+        except errors.GatedRepoError as error:
+            raise ValueError(f"{name} is gated ({tried}): accept its terms there, then set HF_TOKEN") from error
+        except errors.RevisionNotFoundError as error:
+            raise ValueError(f"{model} has no revision {revision} ({tried}); check branch, tag or commit") from error
+        except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
+            raise ValueError(f"no model {model} ({tried}); check the id, or set HF_TOKEN if it is private") from error
+        except Exception as error:  # whatever else goes wrong comes from the network, the hub or the disk
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise ConnectionError(f"{name} is not in the cache and cannot be fetched ({tried}: {reason}); go online "
+                                  "(is HF_HUB_OFFLINE set?), or pass a folder") from error
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} has no config.json: not a Hugging Face checkpoint folder, or an incomplete one")
     return folder
-
-
-def download(repo_id: str, revision: str | None) -> Path:
-    """Fetch a hub repository into the cache, or find it there; see `resolve` for what is raised."""
-    from huggingface_hub import errors, snapshot_download  # here, because a local folder needs none of it
-    name = repo_id if revision is None else f"{repo_id} at revision {revision}"
-    tried = f"tried the folder {Path(repo_id).absolute()} and the hub"
-    try:
-        wanted, others = ["*.safetensors", "*.json", "*.jinja"], ["*/*", "consolidated*"]  # other formats of the same
-        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=wanted, ignore_patterns=others))
-    except errors.GatedRepoError as error:
-        raise ValueError(f"{name} is gated ({tried}): accept its terms there, then set HF_TOKEN") from error
-    except errors.RevisionNotFoundError as error:
-        raise ValueError(f"{repo_id} has no revision {revision} ({tried}); check branch, tag or commit") from error
-    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
-        raise ValueError(f"no model {repo_id} ({tried}); check the id, or set HF_TOKEN if it is private") from error
-    except Exception as error:  # whatever else goes wrong comes from the network, the hub or the disk
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ConnectionError(f"{name} is not in the cache and cannot be fetched ({tried}: {reason}); go online "
-                              "(is HF_HUB_OFFLINE set?), or pass a folder") from error
 
 
 def read_json(folder: Path, name: str) -> dict:
@@ -100,9 +96,8 @@ class Checkpoint:
     def tensors(self, progress: bool = True) -> Iterator[tuple[str, object]]:
         """Yield (name, slice) of every tensor, file by file, in the order of their bytes. `slice[a:b]` reads those
         rows as a torch tensor over the mapped file; index it before taking the next: the file is closed at its end."""
-        views = (pair for file in self.files for pair in read_slices(file))
-        yield from tqdm(views, "loading weights", len(self.shapes), disable=not progress,
-                        mininterval=0.5)  # seldom enough to keep a log file readable
+        views = (pair for file in self.files for pair in read_slices(file))  # shown seldom, for the sake of log files:
+        yield from tqdm(views, "loading weights", len(self.shapes), disable=not progress, mininterval=0.5)
 
 
 def read_slices(file: Path) -> Iterator[tuple[str, object]]:

@@ -21,7 +21,6 @@ class AttentionWork:
     block_tables: [num_seqs, max_blocks]; prefill_items, decode_items: [*, ITEM_FIELDS]; merges: [*, MERGE_FIELDS]
     counts: [3], live entries of the three lists; grid: for how many of each is launched (a CUDA graph's is fixed)
     host_plans: what the CPU backend works out from these lists once a step, for all layers"""
-
     positions: torch.Tensor
     slot_mapping: torch.Tensor
     block_tables: torch.Tensor
@@ -55,14 +54,11 @@ def plan_decode(query_starts, query_lens, seq_lens, slots: int) -> tuple[np.ndar
     seqs = np.flatnonzero(np.asarray(query_lens) == 1).astype(np.int32)
     tokens = np.asarray(query_starts, np.int32)[seqs]
     splits = -(-np.asarray(seq_lens, np.int32)[seqs] // KV_SPLIT)
-    if not slots:
-        items = np.stack(np.broadcast_arrays(seqs, tokens, 1, 0, splits, -1), 1)
-        return items.astype(np.int32), np.empty((0, MERGE_FIELDS), np.int32)
     first_row = np.cumsum(splits, dtype=np.int32) - splits
-    run = max(1, -(-int(splits.sum()) // slots))
+    run = max(1, -(-int(splits.sum()) // slots)) if slots else splits.max(initial=1)
     seq, turn = np.nonzero(np.arange(0, splits.max(initial=0), run) < splits[:, None])  # the runs in order
     start = turn * run
     end = np.minimum(start + run, splits[seq])
     items = np.stack([seqs[seq], tokens[seq], np.ones_like(seq), start, end, first_row[seq] + start], 1)
     items = items[np.argsort(start - end, kind="stable")].astype(np.int32)
-    return items, np.stack([tokens, first_row, splits], 1)
+    return items, np.stack([tokens, first_row, splits], 1)[: len(seqs) if slots else 0]

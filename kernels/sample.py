@@ -13,9 +13,10 @@ HIGHEST = tl.constexpr(9223372036854775807)  # above every rank
 
 @triton.jit
 def rank(x, ids, V):
-    """(logit, id) as one int64: the larger logit ranks higher, of equals (-0 equals +0) the lower id."""
+    """(logit, id) as one positive int64: the larger logit ranks higher, of equals (-0 equals +0) the lower id, which is
+    V - 1 - rank % V. Past the end, where the logits are read as -inf, ids rank below all others."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
-    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # integers that compare as the floats do
+    bits = tl.where(bits < 0, ~bits, bits ^ -2147483648).to(tl.uint32, bitcast=True)  # compare as the floats do
     return bits.to(tl.int64) * V + (V - 1 - ids)
 
 
@@ -32,11 +33,9 @@ def peak_kernel(logits_ptr, peaks_ptr, V, BLOCK: tl.constexpr):
 def peak_id_kernel(peaks_ptr, out_ptr, V, PEAKS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
-    peak = tl.max(tl.load(peaks_ptr + row * PEAKS + offs, mask=offs < PEAKS, other=-HIGHEST), 0)
-    place = peak % V  # of a negative rank C's remainder is negative, too
-    token = V - 1 - tl.where(place < 0, place + V, place)
+    peak = tl.max(tl.load(peaks_ptr + row * PEAKS + offs, mask=offs < PEAKS, other=0), 0)
     empty = peak <= rank(tl.full((), float("-inf"), tl.float32), 0, V)
-    tl.store(out_ptr + row, tl.where(empty | (peak == HIGHEST), NO_ID, token))
+    tl.store(out_ptr + row, tl.where(empty | (peak == HIGHEST), NO_ID, V - 1 - peak % V))
 
 
 def argmax(logits: torch.Tensor) -> torch.Tensor:
@@ -79,20 +78,18 @@ def logprobs_kernel(logits_ptr, token_ids_ptr, token_logprobs_ptr, top_ids_ptr, 
     log_total = tl.log(tl.sum(total, 0).to(tl.float64)) - SCALE_BITS * 0.6931471805599453
     chosen = tl.load(row_ptr + tl.load(token_ids_ptr + row).to(tl.int64))
     tl.store(token_logprobs_ptr + row, ((chosen - peak).to(tl.float64) - log_total).to(tl.float32))
-    # The next of the top is the largest logit that comes after the previous one in (value, lowest id first) order.
-    last, last_id = float("inf"), -1
-    for i in range(TOP):
-        best, best_id = tl.full((BLOCK,), float("-inf"), tl.float32), tl.full((BLOCK,), NO_ID, tl.int32)
+    last = tl.full((), HIGHEST, tl.int64)
+    for i in range(TOP):  # the next of the top has the highest rank below the last
+        best = tl.zeros((BLOCK,), tl.int64)
         for start in range(0, V, BLOCK):
             ids = start + offs
-            x = tl.load(row_ptr + ids, mask=ids < V, other=float("-inf"))
-            after = (ids < V) & ((x < last) | ((x == last) & (ids > last_id)))
-            take = after & ((x > best) | (best_id == NO_ID))
-            best, best_id = tl.where(take, x, best), tl.where(take, ids, best_id)
+            ranks = rank(tl.load(row_ptr + ids, mask=ids < V, other=float("-inf")), ids, V)
+            best = tl.maximum(best, tl.where(ranks < last, ranks, 0))
         last = tl.max(best, 0)
-        last_id = tl.min(tl.where(best == last, best_id, NO_ID), 0)
-        tl.store(top_ids_ptr + row * TOP + i, last_id)
-        tl.store(top_logprobs_ptr + row * TOP + i, ((last - peak).to(tl.float64) - log_total).to(tl.float32))
+        token = V - 1 - last % V
+        tl.store(top_ids_ptr + row * TOP + i, token)
+        logit = tl.load(row_ptr + token)
+        tl.store(top_logprobs_ptr + row * TOP + i, ((logit - peak).to(tl.float64) - log_total).to(tl.float32))
 
 
 def logprobs(logits: torch.Tensor, token_ids: torch.Tensor, top: int) -> tuple[torch.Tensor, ...]:
@@ -146,18 +143,15 @@ def log_exponential(r):
 
 
 @triton.jit
-def sample_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr, out_ptr, V,
-                  SCALE_BITS: tl.constexpr, BLOCK: tl.constexpr):
+def sample_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr, peak_ids_ptr,
+                  out_ptr, V, SCALE_BITS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * V
     offs = tl.arange(0, BLOCK)
     temperature, top_k = tl.load(temperature_ptr + row), tl.load(top_k_ptr + row)
     top_p, min_p = tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
-    peak = tl.full((BLOCK,), float("-inf"), tl.float32)
-    for start in range(0, V, BLOCK):
-        peak = tl.maximum(peak, tl.load(row_ptr + start + offs, mask=start + offs < V, other=float("-inf")))
-    peak = tl.max(peak, 0)
-    # 1. The cut: the lowest rank kept. It begins at -inf and the last id; ids past it, read as -inf, rank below.
+    peak = tl.load(row_ptr + min(tl.load(peak_ids_ptr + row), V - 1))  # of a row without one, any will do
+    # 1. The cut: the lowest rank kept. It begins at -inf and the last id.
     cut = rank(tl.full((), float("-inf"), tl.float32), V - 1, V)
     if top_k < V:
         cut = find_cut(row_ptr, V, cut, top_k, peak, temperature, True, SCALE_BITS, BLOCK)
@@ -167,7 +161,7 @@ def sample_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, 
         cut = find_cut(row_ptr, V, cut, tl.maximum(target, 1), peak, temperature, False, SCALE_BITS, BLOCK)
     # 2. The race: the largest (x - peak) / temperature - log(E), noise by token id in quads of one Philox counter.
     seed, position = tl.load(seed_ptr + row), tl.load(position_ptr + row)
-    best, best_id = tl.full((BLOCK,), float("-inf"), tl.float32), tl.full((BLOCK,), NO_ID, tl.int32)
+    best = tl.zeros((BLOCK,), tl.int64)
     for start in range(0, V, 4 * BLOCK):
         quad = start // 4 + offs
         words = tl.philox(seed, quad, position, 0, 0)
@@ -177,9 +171,8 @@ def sample_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, 
             scaled = (x - peak) / temperature
             keep = (rank(x, ids, V) >= cut) & (scaled >= min_p)
             score = tl.where(keep, scaled - log_exponential(words[j]), float("-inf"))
-            take = score > best  # ids only rise: of equal scores the first stays
-            best, best_id = tl.where(take, score, best), tl.where(take, ids, best_id)
-    tl.store(out_ptr + row, tl.min(tl.where(best == tl.max(best, 0), best_id, NO_ID), 0).to(tl.int64))
+            best = tl.maximum(best, rank(score, ids, V))
+    tl.store(out_ptr + row, V - 1 - tl.max(best, 0) % V)
 
 
 def sample(logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor,
@@ -200,6 +193,6 @@ def sample(logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor,
     M, V = logits.shape
     assert logits.is_contiguous() and logits.dtype == torch.float32
     out = torch.empty(M, dtype=torch.int64, device=logits.device)
-    sample_kernel[(M,)](logits, temperature, top_k, top_p, min_p, seed, position, out, V, LOGPROB_SCALE_BITS,
-                        min(4096, triton.next_power_of_2(V)), num_warps=16, enable_fp_fusion=False)
+    sample_kernel[(M,)](logits, temperature, top_k, top_p, min_p, seed, position, argmax(logits), out, V,
+                        LOGPROB_SCALE_BITS, min(4096, triton.next_power_of_2(V)), num_warps=16, enable_fp_fusion=False)
     return out

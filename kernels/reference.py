@@ -226,12 +226,10 @@ def sample(logits, temperature, top_k, top_p, min_p, seed, position):
         scaled = (row - row.amax()) / t
         keep = scaled >= low
         if k < V or p < 1 << 30:
-            ranked = row.sort(descending=True, stable=True).indices[:k]
+            ranked = row.sort(descending=True, stable=True).indices
             if p < 1 << 30:
-                reached = mass(scaled[ranked]).cumsum(0)
-                kept = int(reached[-1])
-                target = max(1, (kept >> 30) * p + (((kept & ((1 << 30) - 1)) * p) >> 30))
-                ranked = ranked[: int((reached < target).sum()) + 1]
-            keep &= torch.zeros(V, dtype=torch.bool).index_fill_(0, ranked, True)
+                reached = mass(scaled[ranked[:k]]).cumsum(0)
+                k = int((reached < max(1, int(reached[-1]) * p >> 30)).sum()) + 1
+            keep[ranked[k:]] = False
         out.append(torch.where(keep, scaled - log_exponential(philox(s, at, -(-V // 4))[:V]), -torch.inf))
     return argmax(torch.stack(out))

@@ -123,9 +123,8 @@ class Detokenizer:
     """Turns one sequence's tokens into text as they come, and ends it at a stop string (`stop_reason`, else None).
     All goes through an incremental UTF-8 decoder, as bytes; a token whose text depends on the one before it (the first
     space of sentencepiece) is decoded behind that one: constant work a token. The stop string complete first wins; of
-    two complete at one character, the longer. Text is held back only while its end can become one. Give `prompt_ids`
-    where the text continues the prompt, to keep its first space. Stop strings are not empty
-    (`SamplingParams.validate`)."""
+    two complete at one character, the longer. Text is held back only while its end can become one. Stop strings are not
+    empty. Give `prompt_ids` where the text continues the prompt, to keep its first space."""
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), include_stop_str_in_output: bool = False,
                  skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()):

@@ -21,8 +21,6 @@ from tqdm import tqdm
 from checkpoint import Checkpoint
 from kernels.tiles import numerics_hash
 
-DIGEST_FILE = ".samebits-digest.json"
-
 
 def file_digest(file: Path) -> str:
     """sha256 of a file, in hex. The Hub's cache names a large file by it: nothing is read then."""
@@ -38,7 +36,7 @@ def file_digest(file: Path) -> str:
 
 def weight_digest(folder: Path) -> str:
     """sha256 over the safetensors files' names and sha256s, 16 hex digits; cached beside them, by size and time."""
-    files, cached = Checkpoint(folder).files, folder / DIGEST_FILE
+    files, cached = Checkpoint(folder).files, folder / ".samebits-digest.json"
     stamp = json.dumps([[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files])
     with suppress(OSError, ValueError, KeyError, TypeError):  # there is none yet, it is of other files, or broken
         return json.loads(cached.read_text())[stamp]

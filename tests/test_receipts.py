@@ -377,5 +377,5 @@ def test_a_broken_digest_cache_is_made_anew(tmp_path):
     folder = shutil.copytree(ROOT / "models" / "embedded", tmp_path / "model")
     whole = receipts.weight_digest(folder)
     for broken in ("[]", "3", "{", '{"stamp": 1}'):
-        (folder / receipts.DIGEST_FILE).write_text(broken)
+        (folder / ".samebits-digest.json").write_text(broken)
         assert receipts.weight_digest(folder) == whole

@@ -7,7 +7,6 @@ import triton.language as tl
 
 from kernels.tiles import LOGPROB_SCALE_BITS
 
-NO_ID = tl.constexpr(2147483647)
 HIGHEST = tl.constexpr(9223372036854775807)  # above every rank
 
 
@@ -35,7 +34,7 @@ def peak_id_kernel(peaks_ptr, out_ptr, V, PEAKS: tl.constexpr, BLOCK: tl.constex
     offs = tl.arange(0, BLOCK)
     peak = tl.max(tl.load(peaks_ptr + row * PEAKS + offs, mask=offs < PEAKS, other=0), 0)
     empty = peak <= rank(tl.full((), float("-inf"), tl.float32), 0, V)
-    tl.store(out_ptr + row, tl.where(empty | (peak == HIGHEST), NO_ID, V - 1 - peak % V))
+    tl.store(out_ptr + row, tl.where(empty | (peak == HIGHEST), 2147483647, V - 1 - peak % V))
 
 
 def argmax(logits: torch.Tensor) -> torch.Tensor:
@@ -147,7 +146,6 @@ def sample_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, 
                   out_ptr, V, SCALE_BITS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * V
-    offs = tl.arange(0, BLOCK)
     temperature, top_k = tl.load(temperature_ptr + row), tl.load(top_k_ptr + row)
     top_p, min_p = tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
     peak = tl.load(row_ptr + min(tl.load(peak_ids_ptr + row), V - 1))  # of a row without one, any will do
@@ -163,7 +161,7 @@ def sample_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, 
     seed, position = tl.load(seed_ptr + row), tl.load(position_ptr + row)
     best = tl.zeros((BLOCK,), tl.int64)
     for start in range(0, V, 4 * BLOCK):
-        quad = start // 4 + offs
+        quad = start // 4 + tl.arange(0, BLOCK)
         words = tl.philox(seed, quad, position, 0, 0)
         for j in tl.static_range(4):
             ids = quad * 4 + j

@@ -105,7 +105,7 @@ class LLM:
         large = self.device.type == "cuda" and torch.cuda.get_device_properties(self.device).total_memory >= 64 << 30
         max_num_seqs = max_num_seqs or (1024 if large else 256)
         self.ops, self.load_format = ops or make_ops(self.device, schedule), load_format
-        limit = self.config.max_model_len
+        limit = self.config.max_position_embeddings
         if max_model_len is not None and not 1 <= max_model_len <= limit:
             raise ValueError(f"max_model_len {max_model_len} must be between 1 and {limit}, the model's own limit")
         self.model = Model(self.config, self.ops, self.device, self.dtype, max_model_len or limit, self.ranks.rank,

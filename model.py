@@ -42,7 +42,7 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
-    max_position_embeddings: int
+    max_position_embeddings: int  # as YaRN stretches it
     tie_word_embeddings: bool
     qk_norm: bool
     qkv_bias: bool
@@ -85,6 +85,8 @@ class ModelConfig:
         if heads % kv_heads:
             raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
         theta, rope_type, rope = read_rope(config)
+        stretched = int(rope["original"] * rope["factor"]) if rope_type == "yarn" else 0
+        longest = max(config.get("max_position_embeddings", 2048), stretched)
         bias, qwen2 = bool(config.get("attention_bias", False)), architecture == "Qwen2ForCausalLM"
         dense, every = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step") or 1
         sparse = [i for i in range(config["num_hidden_layers"]) if moe and i not in dense and (i + 1) % every == 0]
@@ -94,17 +96,11 @@ class ModelConfig:
         return cls(
             architecture, config["vocab_size"], config["hidden_size"], config["intermediate_size"],
             config["num_hidden_layers"], heads, kv_heads, head_dim, config.get("rms_norm_eps", 1e-6),
-            config.get("max_position_embeddings", 2048), bool(config.get("tie_word_embeddings", False)),
+            longest, bool(config.get("tie_word_embeddings", False)),
             qk_norm=architecture.startswith("Qwen3"), qkv_bias=qwen2 or bias, o_bias=bias and not qwen2,
             mlp_bias=bool(config.get("mlp_bias", False)), rope_theta=theta, rope_type=rope_type, rope=rope,
             dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch."),
             **experts, norm_topk_prob=bool(config.get("norm_topk_prob")), sparse_layers=tuple(sparse))
-
-    @property
-    def max_model_len(self) -> int:
-        """Longest context the checkpoint is meant for; YaRN stretches its original length by `factor`."""
-        stretched = int(self.rope["original"] * self.rope["factor"]) if self.rope_type == "yarn" else 0
-        return max(self.max_position_embeddings, stretched)
 
 
 def read_rope(config: dict) -> tuple[float, str, dict]:
@@ -289,23 +285,19 @@ class Model:
             attn = self._whole(ops.paged_attention, cuts.q, ODD, q, k_cache, v_cache, batch.attention, c.head_dim**-0.5)
             hidden_states = self._whole(ops.linear, cuts.hidden_size, EVEN, attn.flatten(1), *layer.o_proj, dtype)
             normed = ops.rms_norm(hidden_states, layer.post_attention_layernorm, eps, residual)
-            if layer.gate:
-                hidden_states = self._experts(layer, normed)
+            if layer.gate is None:
+                gated = self._whole(ops.gated_linear, cuts.intermediate_size, ODD, normed, *layer.gate_up_proj, dtype)
+                hidden_states = self._whole(ops.linear, cuts.hidden_size, EVEN, gated, *layer.down_proj, dtype)
                 continue
-            gated = self._whole(ops.gated_linear, cuts.intermediate_size, ODD, normed, *layer.gate_up_proj, dtype)
-            hidden_states = self._whole(ops.linear, cuts.hidden_size, EVEN, gated, *layer.down_proj, dtype)
+            router_logits = ops.linear(normed, *layer.gate, torch.float32)
+            routing = ops.route(router_logits, c.num_experts_per_tok, c.norm_topk_prob, dtype)
+            gated = self._whole(partial(ops.gated_linear, routing=routing), cuts.moe_intermediate_size, ODD,
+                                normed.index_select(0, routing.sources), *layer.gate_up_proj, dtype)
+            down = ops.linear(gated, *layer.down_proj, dtype, routing=routing)
+            hidden_states = self._whole(ops.combine, cuts.hidden_size, EVEN, routing.weights, routing.places, down)
         if batch.logits_rows is not None:
             hidden_states, residual = hidden_states[batch.logits_rows], residual[batch.logits_rows]
         return ops.rms_norm(hidden_states, self.norm, eps, residual)
-
-    def _experts(self, layer: SimpleNamespace, x: torch.Tensor) -> torch.Tensor:
-        """The layer's mixture of experts, [num_tokens, hidden_size] to the same."""
-        c, ops, dtype = self.config, self.ops, self.dtype
-        routing = ops.route(ops.linear(x, *layer.gate, torch.float32), c.num_experts_per_tok, c.norm_topk_prob, dtype)
-        gated = self._whole(partial(ops.gated_linear, routing=routing), self.cuts.moe_intermediate_size, ODD,
-                            x.index_select(0, routing.sources), *layer.gate_up_proj, dtype)
-        down = ops.linear(gated, *layer.down_proj, dtype, routing=routing)
-        return self._whole(ops.combine, self.cuts.hidden_size, EVEN, routing.weights, routing.places, down)
 
     def exchanged_bytes(self, num_tokens: int, num_seqs: int) -> list[int]:
         """The most that exchanges of a step carry, by buffer: ODD, EVEN, LOGITS."""

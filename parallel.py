@@ -26,8 +26,7 @@ TICK_SECONDS, STALL_TICKS = 5.0, 120  # of one step; the first ones compile
 
 class Ranks:
     """An engine's place: `rank` of `size`, with a `pipe` to rank 0, which has `pipes`. One that is alone does nothing.
-    `runner`: its CUDA graphs must go before the `group` that they gather through; `since`: when a step under way began.
-    """
+    `runner`: its CUDA graphs must go before the `group` that they gather through; `since`: when a step began."""
 
     def __init__(self, size: int = 1, rank: int = 0, pipe: connection.Connection | None = None):
         self.size, self.rank, self.pipe, self.pipes = size, rank, pipe, []

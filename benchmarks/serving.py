@@ -123,7 +123,7 @@ class Server:
         if self.key != key:
             self.release()
             ops, fit = library(make_ops(self.device)) if twin else (self.ops, None)
-            limit = self.config.max_model_len
+            limit = self.config.max_position_embeddings
             try:
                 self.llm = LLM(**self.options, max_model_len=None if key[1] else min(SHORT, limit), ops=ops,
                                enable_prefix_caching=False, progress=sys.stderr.isatty())

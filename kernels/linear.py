@@ -126,13 +126,11 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, lea
     partial = torch.empty((leaves, M, N), dtype=torch.float32, device=x.device) if split else out
     BLOCK_M, BLOCK_N, BLOCK_K = shape = (schedule.BLOCK_M, schedule.BLOCK_N, schedule.BLOCK_K)
     out_tma = tma and out_dtype == x.dtype and len(outs) == 1 and stride * out.element_size() % 16 == 0
-    w = weight
-    if tma:
-        x = TensorDescriptor.from_tensor(x, [BLOCK_M, BLOCK_K])
-        w = TensorDescriptor.from_tensor(weight, [BLOCK_N, BLOCK_K])
+    pair = [TensorDescriptor.from_tensor(operand, [rows, BLOCK_K]) if tma else operand
+            for operand, rows in ((x, BLOCK_M), (weight, BLOCK_N))]
     target = TensorDescriptor.from_tensor(out, [BLOCK_M, BLOCK_N // width]) if out_tma else tuple(outs)
     linear_kernel[(min(tiles * (leaves if split else 1), programs),)](
-        x, w, bias, target, partial, arrived, routing and routing.tiles, M, N, K, len(weight), leaves, length, split,
+        *pair, bias, target, partial, arrived, routing and routing.tiles, M, N, K, len(weight), leaves, length, split,
         gated, tma, out_tma, stride, *shape, schedule.GROUP_M, num_warps=schedule.num_warps,
         num_stages=schedule.num_stages, enable_fp_fusion=False)
     return out

@@ -165,13 +165,12 @@ def paged_attention(q, k_cache, v_cache, work, scale, kv_split=KV_SPLIT):
 
 
 def route(logits, top_k, normalise, dtype):
-    M, E = logits.shape
-    ids = torch.stack([by_value(row)[:top_k] for row in logits]).sort(1).values
-    p = by_lanes(torch.exp, logits - logits.amax(1, keepdim=True))
-    chosen = p.gather(1, ids)
-    total = sum(chosen.unbind(1)) if normalise else row_sum(p)[:, 0]
+    (M, E), scaled = logits.shape, logits - logits.amax(1, keepdim=True)
+    ids = torch.stack([row.sort(descending=True, stable=True).indices[:top_k] for row in logits]).sort(1).values
+    chosen = scaled.gather(1, ids)
+    total = mass(chosen if normalise else scaled).sum(1, keepdim=True).float() / (1 << LOGPROB_SCALE_BITS)
     expert, slot = ids.flatten().sort(stable=True)  # tiles of one row
-    return Routing(chosen / total[:, None], slot.argsort().view(M, top_k), slot // top_k,
+    return Routing(by_lanes(torch.exp, chosen) / total, slot.argsort().view(M, top_k), slot // top_k,
                    torch.cat([torch.tensor([M * top_k]), expert]), 1, E, 1)
 
 

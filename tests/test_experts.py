@@ -71,13 +71,16 @@ def test_ties_go_to_the_lowest_expert(ops):
     assert same_bits(routing.weights.cpu(), torch.full((4, 2), 0.5))
 
 
-def test_a_broken_row_harms_no_other(ops):
-    """Whatever experts a row of NaN gets, its numbers stay its own."""
+@pytest.mark.parametrize("nan", [float("nan"), -float("nan")])
+def test_a_broken_row_harms_no_other(ops, nan):
+    """Whatever experts a row of NaN, of either sign, gets: its numbers stay its own."""
     M, E, K, N = 5, 6, 96, 64
     x, (up, down), logits = random(ops, M, K), weights(ops, E, K, N, torch.float32), random(ops, M, E)
     whole = block(ops, x, up, down, ops.route(logits, 2, True, torch.float32))
-    logits[0], x[0] = float("nan"), float("nan")
-    broken = block(ops, x, up, down, ops.route(logits, 2, True, torch.float32))
+    logits[0], x[0] = nan, nan
+    routing = ops.route(logits, 2, True, torch.float32)
+    assert all(0 <= e < E for e in ids_of(routing)[0])
+    broken = block(ops, x, up, down, routing)
     assert broken[0].isnan().all() and same_bits(broken[1:], whole[1:])
 
 

@@ -63,6 +63,6 @@ class BlockManager:
         return self.index[key][1]
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached content (the weights changed); blocks in use stay with their owners."""
+        """Forget all cached content (the weights changed). Nobody may run: its blocks would be entered later."""
         self.index.clear()
         self.key.clear()

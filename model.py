@@ -1,7 +1,7 @@
 """The transformer: its configuration, its rotary table, its weights and its forward pass.
 
-One decoder covers Qwen3, Qwen2 and Llama shapes; they differ in a few flags of `ModelConfig`. The forward pass is
-written in the ops of one `kernels.Ops` table, and knows nothing of requests, scheduling or sampling."""
+One decoder covers Qwen3, Qwen3-MoE, Qwen2 and Llama shapes; they differ in a few flags of `ModelConfig`. The forward
+pass is written in the ops of one `kernels.Ops` table, and knows nothing of requests, scheduling or sampling."""
 
 import hashlib
 import math
@@ -73,6 +73,7 @@ class ModelConfig:
             raise ValueError(f"unsupported activation hidden_act={act!r}: samebits implements 'silu'")
         if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
             raise ValueError("sliding-window attention is not implemented: every layer must attend to all positions")
+        config = {"num_experts": config["num_local_experts"]} | config if "num_local_experts" in config else config
         needed = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
         needed += ["num_experts", "num_experts_per_tok", "moe_intermediate_size"] if moe else []
         if missing := [key for key in needed if key not in config]:
@@ -98,7 +99,7 @@ class ModelConfig:
             config["num_hidden_layers"], heads, kv_heads, head_dim, config.get("rms_norm_eps", 1e-6),
             longest, bool(config.get("tie_word_embeddings", False)),
             qk_norm=architecture.startswith("Qwen3"), qkv_bias=qwen2 or bias, o_bias=bias and not qwen2,
-            mlp_bias=bool(config.get("mlp_bias", False)), rope_theta=theta, rope_type=rope_type, rope=rope,
+            mlp_bias=bool(config.get("mlp_bias", False)) and not moe, rope_theta=theta, rope_type=rope_type, rope=rope,
             dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch."),
             **experts, norm_topk_prob=bool(config.get("norm_topk_prob")), sparse_layers=tuple(sparse))
 

@@ -41,7 +41,9 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 def batch_dependent(ops: Ops) -> Ops:
     """`ops` with K and KV split counts that follow the batch."""
 
-    def linear(x, weight, bias, leaves, out_dtype, out=None):
+    def linear(x, weight, bias, leaves, out_dtype, out=None, routing=None):
+        if routing:  # experts stay as they are
+            return ops.linear(x, weight, bias, leaves, out_dtype, routing=routing)
         K, splits = x.shape[1], k_splits(x.shape[0])
         if ops.name == "triton" and K % (splits * 128) == 0:
             return ops.linear(x, weight, bias, splits, out_dtype, out)
@@ -62,7 +64,7 @@ def batch_dependent(ops: Ops) -> Ops:
         work = replace(work, prefill_items=items[0], decode_items=items[1], host_plans={})
         return ops.paged_attention(q, k_cache, v_cache, work, scale, kv_split=split)
 
-    return replace(ops, linear=linear, gated_linear=lambda *args: silu_and_mul(linear(*args)),
+    return replace(ops, linear=linear, gated_linear=lambda *args, **more: silu_and_mul(linear(*args, **more)),
                    paged_attention=paged_attention, decode_programs=0)
 
 
@@ -75,7 +77,9 @@ def library(ops: Ops, programs: int | None = None):
     programs = ops.decode_programs if programs is None else programs
     chosen = {"split": WHOLE}  # keys a split of the step being launched
 
-    def linear(x, weight, bias, leaves, out_dtype, out=None):
+    def linear(x, weight, bias, leaves, out_dtype, out=None, routing=None):
+        if routing:  # torch has no product of experts that takes our rows
+            return ops.linear(x, weight, bias, leaves, out_dtype, routing=routing)
         x = x.to(weight.dtype)  # on CPU the weights are fp32 whatever the model's dtype
         if weight.is_cuda and out_dtype != weight.dtype and bias is None:  # the head: 16 bits in, fp32 out
             options = {} if out is None else {"out": out}
@@ -109,5 +113,5 @@ def library(ops: Ops, programs: int | None = None):
 
         runner._plan = planned
 
-    return replace(ops, linear=linear, gated_linear=lambda *args: silu_and_mul(linear(*args)),
+    return replace(ops, linear=linear, gated_linear=lambda *args, **more: silu_and_mul(linear(*args, **more)),
                    paged_attention=paged_attention), fit

@@ -19,7 +19,6 @@ TWO_SHOT = 1 << 20  # elements of a sum from which each rank adds its columns fo
 
 class Group:
     """Exchanges through `group`, a process group of torch.distributed, of which this process is `rank` of `size`."""
-
     name = "torch.distributed"
 
     def __init__(self, rank: int, size: int, group):
@@ -65,7 +64,6 @@ class Group:
 class SymmetricMemory(Group):
     """Exchanges through buffers of `num_bytes` that the GPUs of one host write to (multicast is never used). A barrier
     on the GPUs ends each: who has passed the next one's barrier knows that all have read what this one brought."""
-
     name = "symmetric memory"
 
     def __init__(self, rank: int, size: int, device: torch.device, store, num_bytes: list[int]):

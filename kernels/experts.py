@@ -2,27 +2,13 @@
 
 An expert's rows lie in tiles of their own, in the order of tokens; a product looks up whose weight a row tile meets."""
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
 from kernels.sample import mass, rank
 from kernels.tiles import LOGPROB_SCALE_BITS
-
-
-class Routing(NamedTuple):
-    """weights: [num_tokens, top_k] fp32, of a token's experts in ascending id; places: [num_tokens, top_k], their rows
-    sources: [num_tiles * tile] int32, the token of each row; 0 where an expert's last tile is not full
-    tiles: [1 + num_tiles] int32, the number of tiles in use and their experts; rows: to choose a schedule by"""
-    weights: torch.Tensor
-    places: torch.Tensor
-    sources: torch.Tensor
-    tiles: torch.Tensor
-    tile: int
-    num_experts: int
-    rows: int
+from kernels.work import Routing
 
 
 @triton.jit

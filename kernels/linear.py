@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.experts import Routing
 from kernels.tiles import LinearSchedule, leaf_length
+from kernels.work import Routing
 
 
 @triton.jit

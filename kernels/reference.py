@@ -17,8 +17,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from kernels.experts import Routing
 from kernels.tiles import KV_SPLIT, KV_TILE, LOGPROB_SCALE_BITS, leaf_length
+from kernels.work import Routing
 
 COLUMNS, LANES = 64, 4096
 MAX_ITEMS = 256  # attention items in flight: bounds memory, changes nothing else

@@ -92,8 +92,8 @@ class AttentionSchedule:
 @dataclass(frozen=True)
 class Schedules:
     """The table of one kind of GPU. `linear`: by an upper bound of M, smallest first, schedules of sums of one leaf and
-    of a chain, whose two accumulators need a smaller tile; of several, the first whose programs take the fewest turns,
-    by the size of a tile. `decode`: of up to `decode_programs` programs of attention, and of more."""
+    of a chain, whose two accumulators need a smaller tile, all of one BLOCK_M; of several, the first whose programs
+    take the fewest turns, by the size of a tile. `decode`: of up to `decode_programs` of attention, and of more."""
     name: str
     linear: tuple[tuple[int, tuple[LinearSchedule, ...], tuple[LinearSchedule, ...]], ...]
     decode: tuple[AttentionSchedule, AttentionSchedule]

@@ -1,8 +1,9 @@
-"""The work list of paged attention: which query tokens meet which KV splits, and who merges.
+"""Who computes what: in paged attention, which query tokens meet which KV splits, and who merges; and `Routing`.
 
-Planned once a step, on the host. How it is cut is schedule: every cut adds the same splits in the same order."""
+The former is planned once a step, on the host. How it is cut is schedule: any cut adds the same splits in one order."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +32,20 @@ class AttentionWork:
     grid: tuple[int, int, int]
     max_partials: int  # KV splits that have programs of their own, at most; 0: each sequence is walked by one
     host_plans: dict = field(default_factory=dict)
+
+
+class Routing(NamedTuple):
+    """Which rows each expert of a mixture computes, made a layer at a time by kernels/experts.py.
+    weights: [num_tokens, top_k] fp32, of a token's experts in ascending id; places: [num_tokens, top_k], their rows
+    sources: [num_tiles * tile] int32, the token of each row, 0 where there is none
+    tiles: [1 + num_tiles] int32, the number of tiles in use and their experts; rows: to choose a schedule by"""
+    weights: torch.Tensor
+    places: torch.Tensor
+    sources: torch.Tensor
+    tiles: torch.Tensor
+    tile: int
+    num_experts: int
+    rows: int
 
 
 def plan_prefill(query_starts, query_lens, seq_lens, query_tile: int) -> np.ndarray:

@@ -44,6 +44,7 @@ def poisoned(monkeypatch):
 
     monkeypatch.setattr(torch, "empty", poison(torch.empty))
     monkeypatch.setattr(torch, "empty_like", poison(torch.empty_like))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poison(torch.Tensor.new_empty))
 
 
 TINY = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 307, "hidden_size": 64, "intermediate_size": 96,

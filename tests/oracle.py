@@ -19,8 +19,10 @@ def load(folder: str, dtype: str):
 
 
 def run_tiny(folder: str, input_ids: list[int]) -> dict:
-    """Logits [len(input_ids), vocab_size] in fp32 and bf16, and the rotary embedding's frequencies and factor."""
+    """Logits [len(input_ids), vocab_size] in fp32 and bf16, and the rotary embedding's frequencies and factor.
+    The model is also saved, as transformers spells its config, beside the folder."""
     models = {dtype: load(folder, dtype) for dtype in ("float32", "bfloat16")}
+    models["float32"].save_pretrained(folder + "-saved")
     rotary = models["float32"].model.rotary_emb
     logits = {dtype: model(torch.tensor([input_ids])).logits[0].float() for dtype, model in models.items()}
     return logits | {"inv_freq": rotary.inv_freq.double(), "factor": float(rotary.attention_scaling)}

@@ -195,6 +195,14 @@ def test_fingerprint(llm, call, tmp_path):
     assert len({first, *others}) == 5
 
 
+def test_a_cpu_needs_no_triton(llm):
+    """There is none for macOS."""
+    script = ("import sys; sys.modules['triton'] = None; from engine import LLM; "
+              f"LLM({str(llm.folder)!r}, device='cpu', load_format='dummy', progress=False).generate('hello')")
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, encoding="utf-8")
+    assert done.returncode == 0, done.stderr
+
+
 def test_as_a_program(llm):
     """`python engine.py` itself: exit code, stdout, no bytes lost, and an error without a traceback."""
     command = [sys.executable, str(ROOT / "engine.py"), "--model", str(llm.folder), "--load-format", "dummy"]

@@ -154,6 +154,18 @@ def test_fp32_logits(tiny, name):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+def test_what_transformers_saves_is_the_same_model(tiny, name):
+    """Field bug 108: names change between its versions (`num_local_experts`, `rope_parameters`, `dtype`)."""
+    folder, saved = tiny[0][name], Path(f"{tiny[0][name]}-saved")
+    assert same_bits(our_logits(saved, "float32"), our_logits(folder, "float32"))
+
+
+def test_experts_have_no_biases():
+    """transformers' have none, whatever `mlp_bias` says; a checkpoint that holds some is refused by their names."""
+    assert not ModelConfig.from_dict(MOE | {"mlp_bias": True}).mlp_bias
+
+
+@pytest.mark.parametrize("name", CONFIGS)
 def test_bf16_error_is_no_larger_than_that_of_transformers(tiny, name):
     """Field bug 118: rounding points that are not the checkpoint's own. The yardstick is transformers' fp32 run; both
     errors are noise of one sample of 46,000 logits, which 5 % allows for (measured: ours is 0.88 to 0.99 of theirs)."""

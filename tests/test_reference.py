@@ -64,7 +64,7 @@ def test_lanes(threads, function):
     assert same_bits(reference.by_lanes(function, x.flip(0)), whole.flip(0))
 
 
-def test_row_sum_and_norm(threads, yardstick):
+def test_norm(threads, yardstick):
     for K, (x, _, _) in yardstick.items():
         weight = torch.linspace(0.5, 1.5, K)
         whole = reference.rms_norm(x, weight, 1e-6)

@@ -9,7 +9,7 @@ from collections import defaultdict
 
 import pytest
 import torch
-from conftest import HAS_GPU, ROOT, TINY
+from conftest import HAS_GPU, ROOT, TINY, TINY_MOE
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels
@@ -26,6 +26,7 @@ NUMERICS = {  # kernel -> constants that decide bits; they may not change with t
     "paged_attention_kernel": ("TILE", "SPLIT"),
     "logprobs_kernel": ("SCALE_BITS",),
     "sample_kernel": ("SCALE_BITS",),
+    "choose_kernel": ("SCALE_BITS", "TOP_K"),
 }
 REDUCING = ("mm", "sum", "mean", "softmax", "norm", "argmax", "amax", "max", "topk", "sort", "cumsum", "prod", "var",
             "std", "einsum", "linear", "conv", "attention", "dot", "logsumexp", "matmul", "scatter_add", "index_add")
@@ -42,7 +43,8 @@ def compile_schedules(*args) -> list[dict]:
 def test_every_schedule_compiles_for_its_chips():
     found = compile_schedules()
     assert {f["target"] for f in found} == set(SHARED_LIMIT)
-    assert {f["kernel"] for f in found if f["target"] == "sm_90"} >= set(NUMERICS) | {"merge_kernel", "peak_kernel"}
+    assert {f["kernel"] for f in found if f["target"] == "sm_90"} >= (
+        set(NUMERICS) | {"merge_kernel", "peak_kernel", "group_kernel", "combine_kernel"})
     for f in found:
         assert f["shared"] <= SHARED_LIMIT[f["target"]], f
         if f["table"] == "conservative":
@@ -84,9 +86,10 @@ class Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_no_library_op_reduces_between_input_ids_and_token(tmp_path):
+@pytest.mark.parametrize("shape", [TINY, TINY_MOE], ids=["dense", "experts"])
+def test_no_library_op_reduces_between_input_ids_and_token(shape, tmp_path):
     """The engine on the Triton table (interpreted without a GPU): field bugs 10 and 11, a pinned path never reached."""
-    config = TINY | {"num_hidden_layers": 1, "torch_dtype": "bfloat16" if HAS_GPU else "float32"}
+    config = shape | {"num_hidden_layers": 1, "torch_dtype": "bfloat16" if HAS_GPU else "float32"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     device = torch.device("cuda" if HAS_GPU else "cpu")
     llm = LLM(tmp_path, load_format="dummy", ops=kernels.triton_ops(device), num_gpu_blocks_override=8, progress=False,
@@ -109,7 +112,8 @@ def test_every_schedule_gives_the_reference_bits(table, K, dtype):
     """One K a case, so that `-n 8` compiles them side by side; without a K, everything that is not a product."""
     device = torch.device("cuda")
     auto = tiles.schedules("auto", torch.cuda.get_device_capability())
-    checks = list(selfcheck.check_schedules(device, dtype, tiles.CONSERVATIVE if table == "conservative" else auto, K))
+    found = tiles.CONSERVATIVE if table == "conservative" else auto
+    checks = list(selfcheck.check_schedules(device, dtype, found, K, experts=K == 2048))
     products = {"linear", "experts"} if K == 2048 else {"linear"}
     assert {c.op for c in checks} == (products if K else {"attention", "rms_norm", "rotary"})
     assert not [c for c in checks if not c.same]
@@ -157,3 +161,12 @@ def test_reference_schedule_and_graphs_change_no_bit(tiny_folder):
             temperature=0.7, seed=3, max_tokens=20, logprobs=0, ignore_eos=True))
         found.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs])
     assert found[0] == found[1] == found[2]
+
+
+def test_schedules_of_a_number_of_rows_have_one_height_of_tile():
+    """Experts' rows are laid out for a height before it is known which of the schedules a product takes."""
+    for table in (tiles.HOPPER, tiles.CONSERVATIVE, tiles.REFERENCE):
+        every = {one for _, *kinds in table.linear for kind in kinds for one in kind}
+        for one in (table, *(selfcheck.without(table, {failed}) for failed in every)):
+            for _, *kinds in one.linear:
+                assert len({schedule.BLOCK_M for kind in kinds for schedule in kind}) == 1

@@ -215,9 +215,9 @@ def check_rotary(device, dtype, shapes) -> Iterator[Check]:
 
 
 def check_schedules(device: torch.device, dtype: torch.dtype, table: Schedules, K: int | None,
-                    shapes=ATTENTION_SHAPES) -> Iterator[Check]:
-    """Every schedule of `table` for this dtype; yields as it goes. Products of length K, or, without, the other ops, of
-    attention for `shapes`."""
+                    shapes=ATTENTION_SHAPES, experts: bool = False) -> Iterator[Check]:
+    """Every schedule of `table` for this dtype; yields as it goes. Products of length K, also those of experts if asked
+    for, or, without, the other ops, of attention for `shapes`."""
     if dtype == torch.float32:  # plain cores: one schedule, so the rows and the sharing of leaves are what is left
         one = table.linear_for(1, 272, 1, 4)
         products = [one, replace(one, split=True)]
@@ -225,7 +225,7 @@ def check_schedules(device: torch.device, dtype: torch.dtype, table: Schedules, 
         products = sorted({one for _, *kinds in table.linear for kind in kinds for one in kind}, key=str)
     if K:
         yield from check_linear(device, dtype, products, K)
-        if K == 2048:  # of a product like any other it is where the rows lie that is left to check
+        if experts:
             yield from check_experts(device, dtype, products, K)
     else:
         yield from check_norm(device, dtype)
@@ -234,11 +234,12 @@ def check_schedules(device: torch.device, dtype: torch.dtype, table: Schedules, 
 
 
 def without(table: Schedules, failed: set) -> Schedules:
-    """`table` with the reference's schedule in the place of each that failed."""
+    """`table` with the reference's schedule in the place of each that failed, and, since all of a number of rows have
+    one height of tile, of those beside it."""
     def passed(one, instead):
         return instead if one in failed else one
 
-    linear = tuple((bound, *(tuple(passed(one, PLAIN) for one in kind) for kind in kinds))
+    linear = tuple((bound, *kinds) if failed.isdisjoint(sum(kinds, ())) else (bound, (PLAIN,), (PLAIN,))
                    for bound, *kinds in table.linear)
     return replace(table, linear=linear, decode=tuple(passed(one, WALK) for one in table.decode),
                    prefill=passed(table.prefill, WALK))
@@ -265,7 +266,7 @@ def main() -> int:
     device = torch.device("cuda")
     table = CONSERVATIVE if args.table == "conservative" else schedules("auto", torch.cuda.get_device_capability())
     done = [check for K in tqdm((None, *LENGTHS), "lengths of K", leave=False)
-            for check in check_schedules(device, getattr(torch, args.dtype), table, K)]
+            for check in check_schedules(device, getattr(torch, args.dtype), table, K, experts=K == 2048)]
     return 0 if report(done) else 1
 
 

@@ -168,11 +168,14 @@ def selfcheck(llm) -> int:
         from kernels.tiles import schedules
         from tools.selfcheck import check_schedules, report, without
 
-        lengths = {config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim}
+        c, sparse = config, len(config.sparse_layers)
+        inner = {c.intermediate_size} if sparse < c.num_layers else set()
+        in_experts = {c.hidden_size, c.moe_intermediate_size} if sparse else set()
+        lengths = {c.hidden_size, c.num_heads * c.head_dim} | inner | in_experts
         table = schedules("auto", torch.cuda.get_device_capability(llm.device))
         shapes = ((config.num_heads, config.num_kv_heads, config.head_dim),)  # its own: less to compile
         done = [check for K in (None, *sorted(lengths))
-                for check in check_schedules(llm.device, llm.dtype, table, K, shapes)]
+                for check in check_schedules(llm.device, llm.dtype, table, K, shapes, K in in_experts)]
         same = report(done)
         failed = {check.schedule for check in done if not check.same and check.schedule}
         if failed:

@@ -247,7 +247,7 @@ class Server:
             workspace = torch.cuda.max_memory_allocated(self.device) - before
             reserved, total = torch.cuda.memory_reserved(self.device), torch.cuda.mem_get_info(self.device)[1]
         tokens = cache.shape[2] * cache.shape[4]
-        lengths = [n for n in (256, 1024, 4096, 32768) if n <= c.max_model_len]
+        lengths = [n for n in (256, 1024, 4096, 32768) if n <= c.max_position_embeddings]
         return {"weights": weights, "cache": cache.nbytes, "cache_tokens": tokens,
                 "bytes_per_token": cache.nbytes // tokens, "workspace": workspace, "step_tokens": budget,
                 "step_sequences": max_num_seqs, "reserved": reserved, "device": total,

@@ -342,7 +342,7 @@ def test_a_rank_that_dies_ends_all(serving):
     assert_gone(everyone)
 
 
-IMPATIENT = "import parallel\nparallel.TICK_SECONDS, parallel.STALL_TICKS = 0.5, 6\n" + SERVE
+IMPATIENT = "import parallel\nparallel.TICK_SECONDS, parallel.STALL_TICKS = 0.5, 16\n" + SERVE
 
 
 @needs_proc
@@ -350,7 +350,7 @@ def test_who_waits_for_requests_has_not_stalled():
     process = start(["-c", IMPATIENT, "idle"])
     process.stdout.readline()
     with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(timeout=6)
+        process.wait(timeout=12)
     process.kill()
     assert process.communicate()[1] == ""
 
@@ -360,10 +360,10 @@ def test_a_rank_that_stalls_ends_all():
     process = start(["-c", IMPATIENT, "busy"])
     pids = [int(pid) for pid in process.stdout.readline().split()]
     everyone = of_session(process.pid)
-    time.sleep(4)
+    time.sleep(10)
     assert process.poll() is None  # steps go on: nothing has stalled
     os.kill(pids[0], signal.SIGSTOP)
-    assert process.wait(timeout=30) == 1
+    assert process.wait(timeout=60) == 1
     assert process.stderr.read() == "error: a rank stalled: a step does not end\n"
     assert_gone(everyone)
 

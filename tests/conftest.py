@@ -15,6 +15,9 @@ HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
     torch.set_num_threads(1)  # one worker a core; tests that are about threads set their own
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+# The interpreter's bf16 is broken (its dot and its casts), so without a GPU Triton runs in fp32 and fp16.
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if HAS_GPU else [])
 
 
 def pytest_configure(config):
@@ -29,6 +32,18 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords and not HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="no GPU here"))
+
+
+@pytest.fixture(params=["triton", "reference"])
+def ops(request):
+    import kernels
+
+    return kernels.triton_ops(DEVICE) if request.param == "triton" else kernels.reference_ops()
+
+
+@pytest.fixture(params=DTYPES, ids=str)
+def dtype(request):
+    return request.param
 
 
 @pytest.fixture

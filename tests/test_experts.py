@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from conftest import HAS_GPU, TINY_MOE
-from test_kernels import BACKENDS, DEVICE, DTYPES, close, place, random
+from conftest import DEVICE, HAS_GPU, TINY_MOE
+from test_kernels import close, place, random
 from test_parallel import cells, compare, engine, write_config
 
 import kernels
@@ -12,16 +12,6 @@ from sampler import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 SHARED = TINY_MOE | {"hidden_size": 256, "intermediate_size": 320, "moe_intermediate_size": 200}
-
-
-@pytest.fixture(params=BACKENDS)
-def ops(request):
-    return kernels.triton_ops(DEVICE) if request.param == "triton" else kernels.reference_ops()
-
-
-@pytest.fixture(params=DTYPES, ids=str)
-def dtype(request):
-    return request.param
 
 
 def ids_of(routing) -> list[list[int]]:
@@ -86,8 +76,8 @@ def test_a_broken_row_harms_no_other(ops, nan):
 
 @pytest.mark.parametrize("M, E, top_k", [(1, 128, 8), (33, 6, 2), (300, 9, 3), (1400, 4, 3)])
 def test_rows_lie_as_a_stable_sort_puts_them(ops, M, E, top_k):
-    """Field bug 26: slots of an expert in the order in which programs arrived. Every row is in a tile of its expert. The
-    last case has more slots than the kernel counts at once."""
+    """Field bug 26: slots of an expert in the order in which programs arrived. Every row is in a tile of its expert.
+    The last case has more slots than the kernel counts at once."""
     logits = random(ops, M, E)
     routing = ops.route(logits, top_k, True, torch.float16)
     tile, (used, *of) = routing.tile, routing.tiles.tolist()

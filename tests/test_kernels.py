@@ -6,29 +6,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import HAS_GPU
+from conftest import DEVICE, HAS_GPU
 
 import kernels
 from kernels import reference, same_bits, tiles
 from kernels.tiles import KV_TILE, leaf_count
 from kernels.work import AttentionWork, plan_decode, plan_prefill
 
-DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
-BACKENDS = ["triton", "reference"]
-# The interpreter's bf16 is broken (its dot and its casts), so without a GPU Triton runs in fp32 and fp16.
-DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if HAS_GPU else [])
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 pytestmark = pytest.mark.usefixtures("poisoned")
-
-
-@pytest.fixture(params=BACKENDS)
-def ops(request):
-    return kernels.triton_ops(DEVICE) if request.param == "triton" else kernels.reference_ops()
-
-
-@pytest.fixture(params=DTYPES, ids=str)
-def dtype(request):
-    return request.param
 
 
 def place(ops, tensor):

@@ -463,3 +463,22 @@ def test_nan_is_the_error_of_the_request_that_met_it(make, params):
         with pytest.raises(ValueError, match="NaN"):
             llm.score([200], [5, 6])
         assert_empty(llm)
+
+
+def test_a_token_that_never_comes_is_in_no_cached_block(make):
+    """The step that chose a block's last token fails when the next has computed that token's keys: no name for it."""
+    llm = make(async_scheduling=True)
+    llm.add_request(list(range(5, 67)), SamplingParams(max_tokens=9, ignore_eos=True))
+    llm.step()
+    launch = llm.runner.launch
+
+    def failing(seqs):
+        launch(seqs)
+        return lambda: 1 // 0
+
+    llm.runner.launch = failing
+    llm.step()
+    llm.runner.launch = launch
+    with pytest.raises(ZeroDivisionError):
+        llm.step()
+    assert not llm.requests and not llm.scheduler.blocks.index

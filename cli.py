@@ -55,6 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--tensor-parallel-size", type=int, default=1, metavar="N", help="GPUs to share, of this host or by torchrun")
     add("--tp-style", choices=["column", "row"], default="column", help="column: the same bits on any number of GPUs; "
         "row: half the exchanges, and bits that are each number's own")
+    add("--expert-parallel", action="store_true", help="GPUs share experts out, not the columns of each; the same bits")
     add("--no-enable-prefix-caching", dest="enable_prefix_caching", action="store_false")
     add("--enforce-eager", action="store_true", help="no CUDA graphs")
     add = parser.add_argument_group("output").add_argument

@@ -75,7 +75,8 @@ class LLM:
     max_num_seqs: most sequences in a step [1024 on a GPU of 64 GiB or more, else 256]
     max_num_batched_tokens: most tokens in a step [8192, on CPU 512]; tensor_parallel_size: GPUs to share; tp_style:
     "column" (the same bits on any number of them) or "row" (half the exchanges, bits of each number's own)
-    gpu_memory_utilization: share of the GPU's memory to use; num_gpu_blocks_override: size of the cache in blocks of 64
+    expert_parallel: a rank has whole experts, not columns of all; num_gpu_blocks_override: size of the cache in blocks
+    gpu_memory_utilization: share of the GPU's memory to use
     enable_prefix_caching, enforce_eager (no CUDA graphs): as in vLLM; ops: another op table (of one rank)"""
 
     def __init__(self, model: str | Path = DEFAULT_MODEL, *, revision: str | None = None, device: str = "auto",
@@ -85,7 +86,7 @@ class LLM:
                  num_gpu_blocks_override: int | None = None, enable_prefix_caching: bool = True,
                  enforce_eager: bool = False, async_scheduling: bool | None = None, ops: Ops | None = None,
                  progress: bool = True, tensor_parallel_size: int = 1, tp_style: str = "column",
-                 _ranks: Ranks | None = None):
+                 expert_parallel: bool = False, _ranks: Ranks | None = None):
         options = {name: value for name, value in locals().items() if name not in ("self", "_ranks")}
         for name in ("max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override", "tensor_parallel_size"):
             if options[name] is not None and options[name] < 1:
@@ -109,7 +110,8 @@ class LLM:
         if max_model_len is not None and not 1 <= max_model_len <= limit:
             raise ValueError(f"max_model_len {max_model_len} must be between 1 and {limit}, the model's own limit")
         self.model = Model(self.config, self.ops, self.device, self.dtype, max_model_len or limit, self.ranks.rank,
-                           self.ranks.size, tp_style == "row" and self.ranks.size > 1)
+                           self.ranks.size, tp_style == "row" and self.ranks.size > 1,
+                           expert_parallel and self.ranks.size > 1)
         self.ranks.start(self, options | {"model": self.folder, "revision": None, "progress": False})
         if load_format == "dummy":
             self.model.load_dummy(progress)
@@ -399,7 +401,7 @@ class LLM:
         self.load_format = "updated"
         self.__dict__.pop("fingerprint_parts", None)
         if self.ranks.pipes:  # of a view, pickle would send all that it is a view of
-            new = {name: new[name].cpu().clone(memory_format=torch.contiguous_format) for name in self.model.weights}
+            new = {name: new[name].cpu().clone(memory_format=torch.contiguous_format) for name in self.model.whole}
             self.ranks.tell("update_weights", new)
             self.fingerprint_parts = receipts.fingerprint_parts(self, new)  # now, while there are whole weights
 

@@ -177,7 +177,7 @@ def deal(count: int, ranks: int, unit: int = 0) -> list[range]:
     return [range(a, b) for a, b in zip(borders, borders[1:])]
 
 
-def shard(c: ModelConfig, size: int) -> SimpleNamespace:
+def shard(c: ModelConfig, size: int, by_experts: bool) -> SimpleNamespace:
     """The rows of weights, so the columns of products, that each of `size` ranks owns; ValueError names what cannot be
     dealt to so many. q, kv: KV heads with the query heads that read them; of more ranks, a multiple, several hold the
     same KV head and deal out its query heads. The others by their names in the config."""
@@ -188,6 +188,7 @@ def shard(c: ModelConfig, size: int) -> SimpleNamespace:
     kv = [range(rows.start // group * c.head_dim, -(-rows.stop // group) * c.head_dim) for rows in q]
     names = ["hidden_size", "intermediate_size", "vocab_size"] + ["moe_intermediate_size"] * bool(c.num_experts)
     cuts = {"num_heads": q} | {name: deal(getattr(c, name), size) for name in names}
+    cuts |= {"num_experts": deal(c.num_experts, size, 1)} if by_experts else {}
     if small := [name for name, cut in cuts.items() if not all(cut)]:
         raise ValueError(f"{small[0]} {getattr(c, small[0])} is too small for tensor_parallel_size {size}")
     return SimpleNamespace(q=q, kv=kv, **cuts)
@@ -207,9 +208,10 @@ class Model:
     `num_kv_heads` are the rank's, `most_kv_heads` the most that one has; `exchange`: how to get the others' columns."""
 
     def __init__(self, config: ModelConfig, ops: Ops, device: torch.device, dtype: torch.dtype, max_model_len: int,
-                 rank: int = 0, size: int = 1, by_rows: bool = False):
+                 rank: int = 0, size: int = 1, by_rows: bool = False, by_experts: bool = False):
         self.config, self.ops, self.device, self.dtype = config, ops, device, dtype
-        self.rank, self.size, self.by_rows, self.exchange, self.cuts = rank, size, by_rows, None, shard(config, size)
+        self.rank, self.size, self.by_rows, self.by_experts, self.exchange = rank, size, by_rows, by_experts, None
+        self.cuts = shard(config, size, by_experts)
         self.weights, self.whole = {}, {}
         c, D, cuts = config, config.head_dim, self.cuts
         self.num_heads, self.num_kv_heads = len(cuts.q[rank]) // D, len(cuts.kv[rank]) // D
@@ -225,10 +227,16 @@ class Model:
             attn, mlp = f"model.layers.{i}.self_attn.", f"model.layers.{i}.mlp."
             qkv = [(attn + "q_proj", cuts.q), (attn + "k_proj", cuts.kv), (attn + "v_proj", cuts.kv)]
             sparse = i in c.sparse_layers
-            ffns = [f"{mlp}experts.{e}." for e in range(c.num_experts)] if sparse else [mlp]
             width = "moe_intermediate_size" if sparse else "intermediate_size"
             inner = getattr(cuts, width) if by_rows else self._uncut(getattr(c, width))
-            gate_up = [(ffn + name, getattr(cuts, width)) for ffn in ffns for name in ("gate_proj", "up_proj")]
+            gate_up, down = [], []
+            for e, ffn in enumerate([f"{mlp}experts.{e}." for e in range(c.num_experts)] if sparse else [mlp]):
+                rows, out = getattr(cuts, width), joined[0]
+                if sparse and by_experts:  # all rows on its rank, none on the others
+                    rows, out = ([range(0 if e in here else N, N) for here in cuts.num_experts]
+                                 for N in (c.moe_intermediate_size, c.hidden_size))
+                gate_up += [(ffn + "gate_proj", rows), (ffn + "up_proj", rows)]
+                down.append((ffn + "down_proj", out))
             self.layers.append(SimpleNamespace(
                 input_layernorm=self._norm(f"model.layers.{i}.input_layernorm", c.hidden_size),
                 qkv_proj=self._linear(qkv, hidden, c.qkv_bias),
@@ -238,7 +246,7 @@ class Model:
                 post_attention_layernorm=self._norm(f"model.layers.{i}.post_attention_layernorm", c.hidden_size),
                 gate=self._linear([(mlp + "gate", self._uncut(c.num_experts))], hidden, False) if sparse else None,
                 gate_up_proj=self._linear(gate_up, hidden, c.mlp_bias, in_turn=True),
-                down_proj=self._linear([(ffn + "down_proj", joined[0]) for ffn in ffns], inner, c.mlp_bias)))
+                down_proj=self._linear(down, inner, c.mlp_bias)))
         self.norm = self._norm("model.norm", c.hidden_size)
         own = cuts.vocab_size[rank]
         self.lm_head = (Linear(self.embed_tokens[own.start : own.stop], None, leaf_count(c.vocab_size, c.hidden_size))
@@ -248,15 +256,17 @@ class Model:
     def _parameter(self, parts: list[tuple[str, list[range]]], *inputs: list[range], in_turn=False) -> torch.Tensor:
         """One tensor [N, K], or [N] without `inputs`, of the rank's rows of each (checkpoint name, cut), one below the
         other or in turn, and its columns, by the cut `inputs`; see `weights` and `whole`."""
-        rows = [cut[self.rank] for _, cut in parts]
+        rows = [cut[self.rank] for _, cut in parts if cut[self.rank]]  # of another rank's expert there are none
         shape = sum(map(len, rows)), *(len(cut[self.rank]) for cut in inputs)
         tensor = torch.empty(shape, dtype=self.ops.weight_dtype(self.dtype), device=self.device)
-        views = tensor.split(list(map(len, rows)))
+        views = iter(tensor.split(list(map(len, rows))))
         if in_turn:  # by twos
-            views = [view for pair in tensor.unflatten(0, (-1, len(rows[0]), 2)) for view in pair.unbind(1)]
-        for (name, cut), view in zip(parts, views, strict=True):
+            views = (view for pair in tensor.unflatten(0, (-1, len(rows[0]), 2)) for view in pair.unbind(1))
+        for name, cut in parts:
             shape, own = zip(*[(c[-1].stop, slice(c[self.rank].start, c[self.rank].stop)) for c in (cut, *inputs)])
-            self.weights[name], self.whole[name] = view, (shape, own)
+            self.whole[name] = shape, own
+            if cut[self.rank]:
+                self.weights[name] = next(views)
         return tensor
 
     def _norm(self, name: str, N: int) -> torch.Tensor:
@@ -291,22 +301,30 @@ class Model:
                 hidden_states = self._whole(ops.linear, cuts.hidden_size, EVEN, gated, *layer.down_proj, dtype)
                 continue
             router_logits = ops.linear(normed, *layer.gate, torch.float32)
-            routing = ops.route(router_logits, c.num_experts_per_tok, c.norm_topk_prob, dtype)
-            gated = self._whole(partial(ops.gated_linear, routing=routing), cuts.moe_intermediate_size, ODD,
-                                normed.index_select(0, routing.sources), *layer.gate_up_proj, dtype)
-            down = ops.linear(gated, *layer.down_proj, dtype, routing=routing)
-            hidden_states = self._whole(ops.combine, cuts.hidden_size, EVEN, routing.weights, routing.places, down)
+            here = cuts.num_experts[self.rank] if self.by_experts else None
+            routing = ops.route(router_logits, c.num_experts_per_tok, c.norm_topk_prob, dtype, here)
+            rows = normed.index_select(0, routing.sources)
+            gated_linear, linear = (partial(op, routing=routing) for op in (ops.gated_linear, ops.linear))
+            if self.by_experts:
+                gated = gated_linear(rows, *layer.gate_up_proj, dtype)
+                down = self.exchange.gather_rows(partial(linear, gated, *layer.down_proj, dtype), gated, c.hidden_size)
+                hidden_states = ops.combine(routing.weights, routing.places, down)
+            else:
+                gated = self._whole(gated_linear, cuts.moe_intermediate_size, ODD, rows, *layer.gate_up_proj, dtype)
+                down = linear(gated, *layer.down_proj, dtype)
+                hidden_states = self._whole(ops.combine, cuts.hidden_size, EVEN, routing.weights, routing.places, down)
         if batch.logits_rows is not None:
             hidden_states, residual = hidden_states[batch.logits_rows], residual[batch.logits_rows]
         return ops.rms_norm(hidden_states, self.norm, eps, residual)
 
     def exchanged_bytes(self, num_tokens: int, num_seqs: int) -> list[int]:
-        """The most that exchanges of a step carry, by buffer: ODD, EVEN, LOGITS."""
+        """The most that exchanges of a step carry, by buffer: ODD, EVEN, LOGITS, ROWS."""
         c, rows = self.config, max(num_tokens, num_seqs)
         slots = rows * c.num_experts_per_tok + 128 * c.num_experts  # tiles are filled up to 128 rows at most
         wide = max(rows * max(c.num_heads * c.head_dim, c.intermediate_size), slots * c.moe_intermediate_size)
         sums, logits = rows * c.hidden_size * 4, max(num_seqs, LOGITS_SLAB) * c.vocab_size * 4
-        return [max(sums, wide * self.dtype.itemsize), sums, max(sums, logits)]
+        by_expert = slots * c.hidden_size * self.dtype.itemsize if self.by_experts else 0
+        return [max(sums, wide * self.dtype.itemsize), sums, max(sums, logits), by_expert]
 
     def logits(self, hidden_states: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """[num_rows, hidden_size] -> [num_rows, vocab_size] fp32, into `out` if given."""
@@ -354,10 +372,11 @@ class Model:
         """Random weights, made on the device, from a generator keyed by each tensor's name (no two are alike). By their
         scales every block moves the residual by about its own size, and logits spread: greedy tokens vary."""
         gains = {"o_proj": 3.0, "down_proj": 3.0, "embed_tokens": 2.5, "lm_head": 2.5}
-        for name, (shape, index) in tqdm(self.whole.items(), "random weights", disable=not progress, leave=False):
+        for name, view in tqdm(self.weights.items(), "random weights", disable=not progress, leave=False):
+            shape, index = self.whole[name]
             seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big")
             generator = torch.Generator(self.device).manual_seed(seed)
             gain = next((gain for part, gain in gains.items() if part in name), 1.0)
             mean, std = float(name.endswith("norm.weight")), gain / (shape[-1] ** 0.5 if len(shape) == 2 else 10.0)
             whole = torch.empty(shape, dtype=torch.float32, device=self.device)
-            self.weights[name].copy_(whole.normal_(mean, std, generator=generator)[index].to(self.dtype))
+            view.copy_(whole.normal_(mean, std, generator=generator)[index].to(self.dtype))

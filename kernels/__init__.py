@@ -84,11 +84,11 @@ def triton_ops(device: torch.device, schedule: str = "auto", table=None) -> Ops:
         chosen = table.linear_for(rows, len(weight), leaves, x.element_size(), out_dtype.itemsize)
         return linear.linear(x, weight, bias, leaves, out_dtype, chosen, arrived, out, gated, routing)
 
-    def run_route(logits, top_k, normalise, dtype):
+    def run_route(logits, top_k, normalise, dtype, here=None):
         mean = -(-len(logits) * top_k // logits.shape[1])
         rows = mean if mean <= 16 else 2 * mean  # loads differ: then most experts have all in one tile
         tile = table.linear_for(rows, 1, 1, dtype.itemsize).BLOCK_M
-        return experts.route(logits, top_k, normalise, tile, rows)
+        return experts.route(logits, top_k, normalise, tile, rows, here)
 
     def run_attention(q, k_cache, v_cache, work, scale, **options):
         decode, prefill = table.attention_for(q.shape[2] * q.element_size())

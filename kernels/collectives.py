@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-ODD, EVEN, LOGITS = range(3)  # a rank's buffers: exchanges inside layers alternate between the first two
+ODD, EVEN, LOGITS, ROWS = range(4)  # a rank's buffers: exchanges inside layers alternate between the first two
 TWO_SHOT = 1 << 20  # elements of a sum from which each rank adds its columns for all, not all columns for itself
 
 
@@ -35,6 +35,15 @@ class Group:
         x, width = compute().view(M, -1), max(map(len, cut))
         parts = self._parts(lambda: x if x.shape[1] == width else F.pad(x, (0, width - x.shape[1])), M, width)
         return torch.cat([part[:, : len(own)] for part, own in zip(parts, cut, strict=True)], 1, out=out)
+
+    def gather_rows(self, compute: Callable, x: torch.Tensor, N: int) -> torch.Tensor:
+        """The whole [len(x), N], dtype of x, of whose rows each rank computes some, and none that another does.
+        compute(out=places) writes this rank's to each of several places, and returns the first.
+
+        Reduction order: none; a copy, as a sum of bytes that are zero on all ranks but one.
+        Schedule: how the rows travel."""
+        own = compute(out=[x.new_zeros((len(x), N))])
+        return self._parts(lambda: own, *own.shape).view(torch.uint8).sum(0, dtype=torch.uint8).view(own.dtype)
 
     def all_reduce(self, compute: Callable, M: int, cut: list[range], dtype: torch.dtype, bias: torch.Tensor | None):
         """The sum [M, cut[-1].stop], in `dtype`, of all ranks' partial sums and of `bias`. cut: the columns that each
@@ -89,6 +98,12 @@ class SymmetricMemory(Group):
         compute(out=[place[:, own.start : own.stop] for place in places])
         self.handle.barrier()
         return places[self.rank] if out is None else out.copy_(places[self.rank])
+
+    def gather_rows(self, compute, x, N):
+        places = self._places(ROWS, len(x), N, x.dtype)
+        compute(out=places)
+        self.handle.barrier()
+        return places[self.rank]
 
     def _parts(self, compute, M, N):
         self.turn = ODD + EVEN - self.turn  # a layer has two sums, so a CUDA graph finds the turn as it was

@@ -27,16 +27,19 @@ def choose_kernel(logits_ptr, weights_ptr, experts_ptr, counts_ptr, E, TOP_K: tl
     tl.store(weights_ptr + places, tl.exp2(scaled * 1.4426950408889634) / total, mask=chosen)
 
 
-@triton.jit(do_not_specialize=["num_slots"])
-def group_kernel(experts_ptr, counts_ptr, places_ptr, sources_ptr, tiles_ptr, num_slots, TOP_K: tl.constexpr,
-                 TILE: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["num_slots", "first_here", "last_here"])
+def group_kernel(experts_ptr, counts_ptr, places_ptr, sources_ptr, tiles_ptr, num_slots, first_here, last_here,
+                 TOP_K: tl.constexpr, TILE: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
     # A program an expert. What each has decides where the next one's tiles begin.
     own, ids, offs = tl.program_id(0), tl.arange(0, EXPERTS), tl.arange(0, BLOCK)
     tiles = (tl.load(counts_ptr + ids, mask=ids < tl.num_programs(0), other=0) + TILE - 1) // TILE
     first = tl.sum(tl.where(ids < own, tiles, 0), 0)
     end = tl.sum(tl.where(ids <= own, tiles, 0), 0)
-    if own == tl.num_programs(0) - 1:
-        tl.store(tiles_ptr, end)
+    if own == first_here:
+        tl.store(tiles_ptr, first)
+        tl.store(tiles_ptr + 2, first_here)
+    if own == last_here:
+        tl.store(tiles_ptr + 1, end)
     row = first * TILE
     for start in range(0, num_slots, BLOCK):
         slots = start + offs
@@ -46,13 +49,15 @@ def group_kernel(experts_ptr, counts_ptr, places_ptr, sources_ptr, tiles_ptr, nu
         tl.store(sources_ptr + places, slots // TOP_K, mask=mine)
         row += tl.sum(mine.to(tl.int32), 0)
     for start in range(first, end, BLOCK):
-        tl.store(tiles_ptr + 1 + start + offs, own, mask=start + offs < end)
+        tl.store(tiles_ptr + 3 + start + offs, own, mask=start + offs < end)
 
 
-def route(logits: torch.Tensor, top_k: int, normalise: bool, tile: int, rows: int) -> Routing:
+def route(logits: torch.Tensor, top_k: int, normalise: bool, tile: int, rows: int,
+          here: range | None = None) -> Routing:
     """The `top_k` likeliest experts of each token, ties to the lowest id, by softmax.
 
     logits: [num_tokens, num_experts] fp32, contiguous; tile, rows: of the `Routing`
+    here: the experts whose rows this rank computes [all]
     normalise: whether a token's weights add up to one, or are those of a softmax over all experts
 
     Reduction order: none; a softmax is exp(x - max) over an int64 sum of the same * 2^44, and rows are counted.
@@ -62,12 +67,12 @@ def route(logits: torch.Tensor, top_k: int, normalise: bool, tile: int, rows: in
     weights, size, num_tiles = logits.new_empty((M, top_k)), triton.next_power_of_2(E), min(S, S // tile + E)
     experts, places = torch.empty((2, M, top_k), dtype=torch.int32, device=logits.device)
     counts, sources = experts.new_zeros(E + num_tiles * tile).split([E, num_tiles * tile])
-    tiles = experts.new_empty(1 + num_tiles)
+    tiles, here = experts.new_empty(3 + num_tiles), here or range(E)
     choose_kernel[(M,)](logits, weights, experts, counts, E, top_k, normalise, LOGPROB_SCALE_BITS, size, num_warps=4,
                         enable_fp_fusion=False)
-    group_kernel[(E,)](experts, counts, places, sources, tiles, S, top_k, tile, size, 512 if S <= 512 else 4096,
-                       num_warps=8, enable_fp_fusion=False)
-    return Routing(weights, places, sources, tiles, tile, E, rows)
+    group_kernel[(E,)](experts, counts, places, sources, tiles, S, here[0], here[-1], top_k, tile, size,
+                       512 if S <= 512 else 4096, num_warps=8, enable_fp_fusion=False)
+    return Routing(weights, places, sources, tiles, tile, len(here), rows)
 
 
 @triton.jit

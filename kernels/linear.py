@@ -59,7 +59,8 @@ def linear_kernel(x, w, bias_ptr, out, partial_ptr, arrived_ptr, tiles_ptr, M, N
     # Persistent: programs walk tiles, or leaves of tiles.
     PARTS: tl.constexpr = LEAVES if SPLIT else 1
     EVEN_K: tl.constexpr = LEAF % BLOCK_K == 0 and LEAF * LEAVES == K
-    tiles_m = tl.cdiv(M, BLOCK_M) if tiles_ptr is None else tl.load(tiles_ptr)
+    first_tile = 0 if tiles_ptr is None else tl.load(tiles_ptr)
+    tiles_m = tl.cdiv(M, BLOCK_M) if tiles_ptr is None else tl.load(tiles_ptr + 1) - first_tile
     tiles_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     WIDTH: tl.constexpr = 2 if GATED else 1  # columns of the product that make one of the result
     for part in tl.range(tl.program_id(0), tiles_m * tiles_n * PARTS, tl.num_programs(0), flatten=TMA and LEAVES == 1):
@@ -68,11 +69,13 @@ def linear_kernel(x, w, bias_ptr, out, partial_ptr, arrived_ptr, tiles_ptr, M, N
         # Neighbours share rows of x and of w in the L2: walk GROUP_M row tiles before the next column tile.
         first_m = tile // (GROUP_M * tiles_n) * GROUP_M
         group_m = min(tiles_m - first_m, GROUP_M)
-        m = (first_m + tile % (GROUP_M * tiles_n) % group_m) * BLOCK_M
+        m = (first_tile + first_m + tile % (GROUP_M * tiles_n) % group_m) * BLOCK_M
         n = tile % (GROUP_M * tiles_n) // group_m * BLOCK_N
         offs_m = m + tl.arange(0, BLOCK_M)[:, None].to(tl.int64)
         offs_n = n + tl.arange(0, BLOCK_N)[None, :]
-        row_w = n if tiles_ptr is None else n + tl.load(tiles_ptr + 1 + m // BLOCK_M) * N
+        row_w = n
+        if tiles_ptr is not None:
+            row_w += (tl.load(tiles_ptr + 3 + m // BLOCK_M) - tl.load(tiles_ptr + 2)) * N
         acc = leaf_sum(x, w, m, row_w, leaf * LEAF, M, ROWS_W, K, LEAF, EVEN_K, TMA, BLOCK_M, BLOCK_N, BLOCK_K)
         last = True
         if SPLIT:

@@ -67,10 +67,13 @@ def rms_norm(x, weight, eps, residual=None):
 
 def linear(x, weight, bias, leaves, out_dtype, out=None, routing=None):
     if routing:
+        first, end, first_here = routing.tiles[:3].tolist()
         own = weight.view(routing.num_experts, -1, weight.shape[1])
-        experts, counts = routing.tiles[1:].unique_consecutive(return_counts=True)
-        parts = zip(experts.tolist(), x.split(counts.tolist()), strict=True)
-        return torch.cat([linear(rows, own[e], None, leaves, out_dtype) for e, rows in parts])
+        experts, counts = routing.tiles[3:][first:end].unique_consecutive(return_counts=True)
+        parts = zip(experts.tolist(), x[first:end].split(counts.tolist()), strict=True)
+        before, after = (x.new_zeros((n, own.shape[1]), dtype=out_dtype) for n in (first, len(x) - end))
+        return torch.cat([before, *(linear(rows, own[e - first_here], None, leaves, out_dtype) for e, rows in parts),
+                          after])
     length = leaf_length(x.shape[1], leaves)
     total, *rest = map(tiled_matmul, x.float().split(length, 1), weight.float().split(length, 1))
     for term in rest if bias is None else (*rest, bias.float()):
@@ -164,14 +167,15 @@ def paged_attention(q, k_cache, v_cache, work, scale, kv_split=KV_SPLIT):
     return out
 
 
-def route(logits, top_k, normalise, dtype):
+def route(logits, top_k, normalise, dtype, here=None):
     (M, E), scaled = logits.shape, logits - logits.amax(1, keepdim=True)
     ids = torch.stack([row.sort(descending=True, stable=True).indices[:top_k] for row in logits]).sort(1).values
     chosen = scaled.gather(1, ids)
     total = mass(chosen if normalise else scaled).sum(1, keepdim=True).float() / (1 << LOGPROB_SCALE_BITS)
-    expert, slot = ids.flatten().sort(stable=True)  # tiles of one row
+    here, (expert, slot) = here or range(E), ids.flatten().sort(stable=True)  # tiles of one row
+    head = torch.tensor([(expert < here.start).sum(), (expert < here.stop).sum(), here.start])
     return Routing(by_lanes(torch.exp, chosen) / total, slot.argsort().view(M, top_k), slot // top_k,
-                   torch.cat([torch.tensor([M * top_k]), expert]), 1, E, 1)
+                   torch.cat([head, expert]), 1, len(here), 1)
 
 
 def combine(weights, places, y):

@@ -16,7 +16,7 @@ SHARED = TINY_MOE | {"hidden_size": 256, "intermediate_size": 320, "moe_intermed
 
 def ids_of(routing) -> list[list[int]]:
     """The experts of each token, read back from where its rows lie."""
-    return routing.tiles[1:][routing.places // routing.tile].tolist()
+    return routing.tiles[3:][routing.places // routing.tile].tolist()
 
 
 def block(ops, x, up, down, routing):
@@ -80,7 +80,8 @@ def test_rows_lie_as_a_stable_sort_puts_them(ops, M, E, top_k):
     The last case has more slots than the kernel counts at once."""
     logits = random(ops, M, E)
     routing = ops.route(logits, top_k, True, torch.float16)
-    tile, (used, *of) = routing.tile, routing.tiles.tolist()
+    tile, (begin, used, first_here, *of) = routing.tile, routing.tiles.tolist()
+    assert begin == first_here == 0
     assert used <= len(of) and len(routing.sources) == len(of) * tile
     expected, ids = {}, logits.cpu().topk(top_k).indices.sort(1).values.tolist()
     first = 0
@@ -146,6 +147,28 @@ def test_an_expert_is_a_linear(ops):
                 assert same_bits(out[row : row + 1], alone)
 
 
+def test_a_rank_computes_the_rows_of_its_experts(ops):
+    """Of experts that are dealt out, each row is some rank's, and has the bits that it has where all are together."""
+    M, E, K, N = 50, 5, 96, 64
+    x, up = random(ops, M, K), random(ops, E, N, K, seed=1)
+    if ops.name == "triton" and not HAS_GPU:
+        x, up = (x * 8).round(), (up * 8).round()
+    logits = random(ops, M, E)
+    logits[:, 4] -= 99  # has no token
+    whole = ops.route(logits, 2, True, torch.float32)
+    rows = x.index_select(0, whole.sources)
+    expected = ops.linear(rows, up.flatten(0, 1), None, 1, torch.float32, routing=whole)
+    found, places = torch.zeros_like(expected), whole.places.flatten().long()
+    for here in (range(0, 2), range(2, 3), range(3, 4), range(4, 5)):
+        routing = ops.route(logits, 2, True, torch.float32, here)
+        assert same_bits(routing.places, whole.places) and same_bits(routing.sources, whole.sources)
+        own = up[here.start : here.stop].flatten(0, 1).contiguous()
+        out = ops.linear(rows, own, None, 1, torch.float32, routing=routing)
+        mine = torch.tensor([e in here for of in ids_of(whole) for e in of], device=places.device)
+        found[places[mine]] = out[places[mine]]
+    assert same_bits(found[places], expected[places])
+
+
 def test_combine_is_a_chain_in_ascending_id(ops):
     """Field bug 36: a sum in the order of arrival. Numbers whose sum follows its order, added one by one."""
     M, top_k, N = 5, 8, 257
@@ -162,9 +185,17 @@ def test_combine_is_a_chain_in_ascending_id(ops):
     assert same_bits(found, chain(range(top_k))) and not same_bits(found, chain(reversed(range(top_k))))
 
 
+@pytest.mark.parametrize("expert_parallel", [False, True])
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_change_no_bit(size, tmp_path):
-    compare(write_config(tmp_path / "model", SHARED | {"mlp_only_layers": [1]}), size, cells()[:3])
+def test_ranks_change_no_bit(size, expert_parallel, tmp_path):
+    folder = write_config(tmp_path / "model", SHARED | {"mlp_only_layers": [1]})
+    compare(folder, size, cells()[:3], expert_parallel=expert_parallel)
+
+
+def test_experts_for_fewer_ranks_are_refused(tmp_path):
+    folder = write_config(tmp_path / "model", SHARED | {"num_experts": 3})
+    with pytest.raises(ValueError, match="num_experts 3 is too small for tensor_parallel_size 4"):
+        engine(folder, 4, expert_parallel=True)
 
 
 def test_the_row_style_is_refused(tmp_path):

@@ -80,8 +80,8 @@ def triton_ops(device: torch.device, schedule: str = "auto", table=None) -> Ops:
     arrived = torch.zeros(16384, dtype=torch.int32, device=device)  # arrival counters of split sums
 
     def run_linear(x, weight, bias, leaves, out_dtype, out=None, gated=False, routing=None):
-        rows = routing.rows if routing else len(x)
-        chosen = table.linear_for(rows, len(weight), leaves, x.element_size(), out_dtype.itemsize)
+        rows, N = (routing.rows, 0) if routing else (len(x), len(weight))  # N 0: which experts have rows, no host knows
+        chosen = table.linear_for(rows, N, leaves, x.element_size(), out_dtype.itemsize)
         return linear.linear(x, weight, bias, leaves, out_dtype, chosen, arrived, out, gated, routing)
 
     def run_route(logits, top_k, normalise, dtype, here=None):

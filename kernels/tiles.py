@@ -92,8 +92,8 @@ class AttentionSchedule:
 @dataclass(frozen=True)
 class Schedules:
     """The table of one kind of GPU. `linear`: by an upper bound of M, smallest first, schedules of sums of one leaf and
-    of a chain, whose two accumulators need a smaller tile, all of one BLOCK_M; of several, the first whose programs
-    take the fewest turns, by the size of a tile. `decode`: of up to `decode_programs` of attention, and of more."""
+    of a chain, whose two accumulators need a smaller tile, all of one BLOCK_M; of several, the first whose turns, by
+    programs and the size of a tile, are least. `decode`: of up to `decode_programs` of attention, and of more."""
     name: str
     linear: tuple[tuple[int, tuple[LinearSchedule, ...], tuple[LinearSchedule, ...]], ...]
     decode: tuple[AttentionSchedule, AttentionSchedule]
@@ -101,14 +101,14 @@ class Schedules:
     decode_programs: int = 264  # programs of decode attention that run at once (2 a multiprocessor of an H200); 0: walk
 
     def linear_for(self, M: int, N: int, leaves: int, dtype_bytes: int = 2, out_bytes: int = 2) -> LinearSchedule:
-        """The schedule for M rows of a weight [N, K]. fp32 products run on plain cores and keep to one small tile."""
+        """The schedule for M rows of a weight [N, K]; N 0: the first. fp32 runs on plain cores, in one small tile."""
         if dtype_bytes == 4:
             return FP32
         found = next(found for bound, *found in self.linear if bound >= M)[leaves > 1]
 
         def time(s: LinearSchedule) -> int:
             tiles = -(-M // s.BLOCK_M) * -(-N // s.BLOCK_N) * (leaves if s.split else 1)
-            return -(-tiles // s.programs) * s.BLOCK_M * s.BLOCK_N
+            return -(-tiles // s.programs) * s.programs * s.BLOCK_M * s.BLOCK_N
 
         return min((s for s in found if s.fits(out_bytes)), key=time)
 
@@ -134,8 +134,8 @@ CONSERVATIVE = Schedules("conservative", linear=(
 # Best of `benchmarks/tune_linear.py rows` on an H200, as far as an fp32 result has room beside the stages. Clipped rows
 # are slow: M = 32 or 96 takes longer than 64 or 128.
 HOPPER = Schedules("hopper", linear=(
-    (16, (LinearSchedule(16, 64, 128, 4, 5, tma=True, programs=264), NARROW),
-     (LinearSchedule(16, 64, 128, 4, 5, split=True, tma=True), NARROW)),
+    (16, (LinearSchedule(16, 64, 128, 4, 4, tma=True, programs=264), LinearSchedule(16, 64, 128, 4, 5, tma=True),
+          NARROW), (LinearSchedule(16, 64, 128, 4, 5, split=True, tma=True), NARROW)),
     (64, (LinearSchedule(64, 64, 128, 4, 6, tma=True),), (LinearSchedule(64, 64, 128, 4, 6, split=True, tma=True),)),
     (128, (LinearSchedule(64, 128, 128, 4, 4, tma=True),), (LinearSchedule(64, 128, 128, 4, 4, split=True, tma=True),)),
     (ANY, (LinearSchedule(128, 256, 64, 8, 3, tma=True), LinearSchedule(128, 128, 64, 4, 5, tma=True)),

@@ -16,6 +16,7 @@ def choose_kernel(logits_ptr, weights_ptr, experts_ptr, counts_ptr, E, TOP_K: tl
                   SCALE_BITS: tl.constexpr, BLOCK: tl.constexpr):
     token, ids = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     x = tl.load(logits_ptr + token * E + ids, mask=ids < E, other=float("-inf"))
+    x = tl.where(x != x, float("nan"), x)  # of either sign it ranks highest, and shows
     ranks = tl.where(ids < E, rank(x, ids, E), -ids)  # no two alike: exactly TOP_K have fewer than TOP_K above them
     chosen = tl.sum((ranks[None, :] > ranks[:, None]).to(tl.int32), 1) < TOP_K
     scaled = x - tl.max(x, 0)

@@ -72,6 +72,8 @@ def test_a_broken_row_harms_no_other(ops, nan):
     assert all(0 <= e < E for e in ids_of(routing)[0])
     broken = block(ops, x, up, down, routing)
     assert broken[0].isnan().all() and same_bits(broken[1:], whole[1:])
+    logits[1, 3] = nan
+    assert ops.route(logits, 2, True, torch.float32).weights[1].isnan().any(), "one such logit shows, too"
 
 
 @pytest.mark.parametrize("M, E, top_k", [(1, 128, 8), (33, 6, 2), (300, 9, 3), (1400, 4, 3)])

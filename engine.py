@@ -143,7 +143,7 @@ class LLM:
         probe = Runner(self.model, 1, max_num_seqs, KV_TILE, True)
         block_bytes = probe.kv_cache.nbytes
         if self.device.type == "cpu":
-            return self.ranks.least(max(1, (1 << 30) // block_bytes))  # of 1 GiB
+            return min(self.ranks.of_all(max(1, (1 << 30) // block_bytes)))  # of 1 GiB
         if not 0 < utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {utilization}")
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -157,7 +157,7 @@ class LLM:
         if budget < block_bytes:
             raise ValueError(f"no memory left for the cache: {free / 2**30:.1f} GiB free, a step needs "
                              f"{working / 2**30:.1f}: lower max_num_batched_tokens or raise gpu_memory_utilization")
-        return self.ranks.least(int(budget // block_bytes))
+        return min(self.ranks.of_all(int(budget // block_bytes)))
 
     fingerprint_parts, fingerprint = cached_property(receipts.fingerprint_parts), property(receipts.fingerprint)
     receipt, verify = receipts.make_receipt, receipts.verify  # the proof is a file of its own

@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from multiprocessing import connection, get_context, parent_process, util
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -21,7 +20,7 @@ from tqdm import tqdm
 
 from kernels.collectives import Group, SymmetricMemory
 
-TICK_SECONDS, STALL_TICKS = 5.0, 120  # of one step; the first ones compile
+TICK_SECONDS, STALL_TICKS = 0.1, 6000  # of one step; the first ones compile
 
 
 class Ranks:
@@ -31,7 +30,7 @@ class Ranks:
     def __init__(self, size: int = 1, rank: int = 0, pipe: connection.Connection | None = None):
         self.size, self.rank, self.pipe, self.pipes = size, rank, pipe, []
         self.store = self.group = self.runner = self.since = None
-        self.processes, self.watches, self.closed = [], [], threading.Event()
+        self.processes, self.far_ends, self.watchers, self.closed = [], [], [], threading.Event()
         if size > 1 and not pipe and "LOCAL_WORLD_SIZE" in os.environ and os.environ["WORLD_SIZE"] != "1":
             self._join(int(os.environ["WORLD_SIZE"]))
 
@@ -62,13 +61,11 @@ class Ranks:
         for rank in range(1, 1 if self.store else self.size):
             pipe, far_end = spawn.Pipe()
             self.pipes.append(pipe)
-            process = spawn.Process(target=run, args=(rank, far_end, first, options), daemon=True)
-            process.start()
-            self.processes.append(process)
-            self.watches.append(threading.Thread(target=self._watch, args=(rank, process, far_end), daemon=True))
-        self.watches.append(threading.Thread(target=self._watch_stalls, daemon=True))
-        for watch in self.watches:
-            watch.start()
+            self.far_ends.append(far_end)  # stays open: nobody but `_watch` notices a death
+            self.processes.append(spawn.Process(target=run, args=(rank, far_end, first, options), daemon=True))
+            self.processes[-1].start()
+        self.watchers.append(threading.Thread(target=self._watch, daemon=True))
+        self.watchers[0].start()
         util.Finalize(llm, self.close, exitpriority=1)  # at the end of the program: before Python ends its children
 
     def tell(self, method: str, *args, **options) -> None:
@@ -77,18 +74,17 @@ class Ranks:
         for pipe in self.pipes:
             pipe.send_bytes(pickle.dumps((method, args, options)))  # tensors by value; `send` would share their memory
 
-    def least(self, value: int) -> int:
-        """The smallest of all ranks' values. ChildProcessError on rank 0 says which other could not start, and why."""
+    def of_all(self, value) -> list:
+        """What each rank says, in rank order. ChildProcessError on rank 0: which other could not start, and why."""
         if self.rank:
             self.pipe.send(value)
             return self.pipe.recv()
-        for said in [pipe.recv() for pipe in self.pipes]:
-            if isinstance(said, str):
-                raise ChildProcessError(said)
-            value = min(value, said)
+        said = [value, *(pipe.recv() for pipe in self.pipes)]
+        if failed := [why for why in said if isinstance(why, str)]:
+            raise ChildProcessError(failed[0])
         for pipe in self.pipes:
-            pipe.send(value)
-        return value
+            pipe.send(said)
+        return said
 
     def connect(self, device: torch.device, num_bytes: list[int]) -> SymmetricMemory | Group | None:
         """How to exchange columns with the others, once all have come this far; None for a rank that is alone.
@@ -96,17 +92,15 @@ class Ranks:
         if self.size == 1:
             return None
         cuda, launched = device.type == "cuda", self.store
-        kind = crc32(torch.cuda.get_device_name(device).encode()) if cuda else 0
-        if self.least(kind) != kind or self.least(-kind) != -kind:
+        own = None if self.rank or launched else dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        kinds, ports = zip(*self.of_all((cuda and torch.cuda.get_device_name(device), own and own.port)))
+        if len({*kinds}) > 1:
             raise ValueError("tensor_parallel_size takes GPUs of one kind: others have other bits")
-        if not self.store:
-            own = None if self.rank else dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            port = self.least(own.port if own else 1 << 16)
-            self.store = own or dist.TCPStore("127.0.0.1", port, is_master=False)
+        self.store = launched or own or dist.TCPStore("127.0.0.1", ports[0], is_master=False)
         one_host = not launched or os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
         usable = cuda and one_host and os.environ.get("SAMEBITS_SYMMETRIC_MEMORY") != "0" and all(
             torch.cuda.can_device_access_peer(device, i) for i in {*range(torch.cuda.device_count())} - {device.index})
-        if self.least(int(usable)):
+        if all(self.of_all(usable)):
             return SymmetricMemory(self.rank, self.size, device, self.store, num_bytes)
         self.group = (dist.ProcessGroupNCCL if cuda else dist.ProcessGroupGloo)(self.store, self.rank, self.size)
         return Group(self.rank, self.size, self.group)
@@ -140,27 +134,23 @@ class Ranks:
                 self.runner = None  # the threads still have `self`
                 for process in self.processes:
                     process.kill()
-                for watch in {*self.watches} - {threading.current_thread()}:  # garbage may be collected on any
-                    watch.join()  # it reaps a process; a thread that outlives the interpreter would abort it
+                # Garbage may be collected on any thread; one that outlives the interpreter would abort it.
+                for ending in {*self.processes, *self.watchers} - {threading.current_thread()}:
+                    ending.join()
 
-    def _watch_stalls(self) -> None:
-        """End the program if a step takes so long that a rank must hang; on a GPU the others would wait for ever."""
+    def _watch(self) -> None:
+        """End the program if a rank dies, or must hang, so long does a step take: on a GPU the others would wait for it
+        for ever."""
         since, ticks = None, 0  # not a clock's time: this process may have been stopped
         while not self.closed.wait(TICK_SECONDS):
             since, ticks = self.since, ticks + 1 if self.since and self.since == since else 0
-            if ticks == STALL_TICKS:
-                print("error: a rank stalled: a step does not end", file=sys.stderr, flush=True)
-                self.pipes.clear()  # `_watch` need not say more
+            dead = [f"rank {rank} died (exit code {process.exitcode})" for rank, process in enumerate(self.processes, 1)
+                    if process.exitcode is not None and self.pipes]  # without them it is no accident
+            if dead or ticks == STALL_TICKS:
+                print("error:", *dead[:1] or ["a rank stalled: a step does not end"], file=sys.stderr, flush=True)
                 for process in self.processes:
                     process.kill()
                 os._exit(1)
-
-    def _watch(self, rank: int, process, far_end: connection.Connection) -> None:
-        """End the program with a rank, for which the others would wait. (An open `far_end` lets nobody else notice.)"""
-        process.join()
-        if self.pipes:
-            print(f"error: rank {rank} died (exit code {process.exitcode})", file=sys.stderr, flush=True)
-            os._exit(1)
 
 
 def run(rank: int, pipe: connection.Connection, first_gpu: int | None, options: dict) -> None:

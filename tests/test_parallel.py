@@ -342,7 +342,7 @@ def test_a_rank_that_dies_ends_all(serving):
     assert_gone(everyone)
 
 
-IMPATIENT = "import parallel\nparallel.TICK_SECONDS, parallel.STALL_TICKS = 0.5, 16\n" + SERVE
+IMPATIENT = "import parallel\nparallel.STALL_TICKS = 80\n" + SERVE
 
 
 @needs_proc
@@ -491,7 +491,7 @@ def test_two_engines_at_once_and_a_step_that_breaks_off(tmp_path, monkeypatch):
         broken.generate([[5, 6], [7]], params)
     assert not broken.has_unfinished_requests
     process, deadline = broken.ranks.processes[0], time.monotonic() + 10
-    while process.is_alive() and time.monotonic() < deadline:  # the thread that watches it may have reaped it first
+    while process.is_alive() and time.monotonic() < deadline:  # `is_alive` takes back who was reaped meanwhile
         time.sleep(0.05)
     assert not process.is_alive()
     for call in (lambda: broken.generate([[5]]), broken.step):

@@ -19,7 +19,7 @@ import torch
 from tqdm import tqdm
 
 from checkpoint import Checkpoint
-from kernels.tiles import numerics_hash
+from kernels.tiles import NUMERICS
 
 
 def file_digest(file: Path) -> str:
@@ -66,7 +66,8 @@ def fingerprint_parts(llm, tensors: dict[str, torch.Tensor] | None = None) -> di
     weights = "dummy" if llm.load_format == "dummy" else (
         tensor_digest(tensors or llm.model.weights, llm.dtype) if llm.load_format == "updated"
         else weight_digest(llm.folder))
-    parts = {"numerics": numerics_hash(), "dtype": str(llm.dtype).removeprefix("torch."),
+    parts = {"numerics": hashlib.sha256(json.dumps(NUMERICS, sort_keys=True).encode()).hexdigest()[:16],
+             "dtype": str(llm.dtype).removeprefix("torch."),
              "tp_style": f"row, {llm.ranks.size} ranks" if llm.model.by_rows else "column",
              "backend": llm.ops.name, "torch": torch.__version__.split("+")[0], "end_tokens": sorted(llm.eos_token_ids),
              "weights": weights, "config": hashlib.sha256(repr(llm.config).encode()).hexdigest()[:16]}

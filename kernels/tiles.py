@@ -4,8 +4,6 @@
 alone, are printed in the README, hashed into the fingerprint and guarded by golden digests. *Schedules* do not: tile
 shapes, warps, stages, programs that share a sum. They may follow the batch; self-check compares them bit for bit."""
 
-import hashlib
-import json
 from dataclasses import dataclass
 
 KV_TILE = 64  # keys a step of the online softmax; also the cache's block_size, so that a tile is one page
@@ -33,11 +31,6 @@ NUMERICS = {
     "noise": "Philox4x32-10, key = seed, counter = (token id // 4, position), word = token id % 4; -log(E) race",
     "cuts": "top-k, then top-p on int64 mass, then min-p, at temperature; ties to the lowest token id",
 }
-
-
-def numerics_hash() -> str:
-    """First 16 hex digits of the sheet's sha256: changes when, and only when, a line of NUMERICS does."""
-    return hashlib.sha256(json.dumps(NUMERICS, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def leaf_count(N: int, K: int) -> int:

@@ -55,17 +55,14 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def resolve(self, defaults: dict) -> "SamplingParams":
-        """Fill what is None from `defaults` (a generation_config.json), else with what changes nothing; validate."""
+        """Fill None from `defaults` (generation_config.json), else with what changes nothing. ValueError if invalid."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         values = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
         for source in (defaults, {"temperature": 0.0} if defaults.get("do_sample") is False else {}, vars(self)):
             values |= {name: source[name] for name in values if source.get(name) is not None}
-        return replace(self, stop=stop, stop_token_ids=tuple(self.stop_token_ids or ()), **values).validate()
-
-    def validate(self) -> "SamplingParams":
-        """Return them as they are, or raise ValueError, naming the parameter, its value and its range."""
-        for parameter in fields(self):
-            name, value, low = parameter.name, getattr(self, parameter.name), parameter.metadata.get("low")
+        params = replace(self, stop=stop, stop_token_ids=tuple(self.stop_token_ids or ()), **values)
+        for parameter in fields(params):
+            name, value, low = parameter.name, getattr(params, parameter.name), parameter.metadata.get("low")
             if low is None or (value is None and parameter.default is None):
                 continue
             whole, high = kind(parameter) is int, parameter.metadata["high"]
@@ -74,18 +71,18 @@ class SamplingParams:
             if not low <= value <= high:
                 span = f"at least {low}" if high == math.inf else f"between {low} and {high}"
                 raise ValueError(f"{name} must be {span}, got {value}")
-        if self.top_p == 0:
+        if params.top_p == 0:
             raise ValueError("top_p must be above 0, got 0")
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens {self.min_tokens} is larger than max_tokens {self.max_tokens}")
-        if not all(isinstance(s, str) and s for s in self.stop):
-            raise ValueError(f"stop must be non-empty strings, got {self.stop!r}")
-        for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
+        if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+            raise ValueError(f"min_tokens {params.min_tokens} is larger than max_tokens {params.max_tokens}")
+        if not all(isinstance(s, str) and s for s in params.stop):
+            raise ValueError(f"stop must be non-empty strings, got {params.stop!r}")
+        for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
             if not all(isinstance(i, numbers.Integral) and i >= 0 for i in ids):
                 raise ValueError(f"{name} must be token ids, got {ids!r}")
-        if not all(isinstance(bias, numbers.Real) and abs(bias) <= 1e6 for bias in self.logit_bias.values()):
-            raise ValueError(f"logit_bias must be numbers between -1e6 and 1e6, got {self.logit_bias!r}")
-        return self
+        if not all(isinstance(bias, numbers.Real) and abs(bias) <= 1e6 for bias in params.logit_bias.values()):
+            raise ValueError(f"logit_bias must be numbers between -1e6 and 1e6, got {params.logit_bias!r}")
+        return params
 
     @property
     def has_penalties(self) -> bool:

@@ -31,13 +31,10 @@ class Ranks:
         self.size, self.rank, self.pipe, self.pipes = size, rank, pipe, []
         self.store = self.group = self.runner = self.since = None
         self.processes, self.far_ends, self.watchers, self.closed = [], [], [], threading.Event()
-        if size > 1 and not pipe and "LOCAL_WORLD_SIZE" in os.environ and os.environ["WORLD_SIZE"] != "1":
-            self._join(int(os.environ["WORLD_SIZE"]))
-
-    def _join(self, world_size: int) -> None:
-        """Take the place that torchrun gives this process."""
-        if world_size != self.size:
-            raise ValueError(f"torchrun started {world_size} processes: tensor_parallel_size must be as many or 1")
+        if size == 1 or pipe or "LOCAL_WORLD_SIZE" not in os.environ or os.environ["WORLD_SIZE"] == "1":
+            return  # else torchrun gives this process its place
+        if (launched := int(os.environ["WORLD_SIZE"])) != size:
+            raise ValueError(f"torchrun started {launched} processes: tensor_parallel_size must be as many or 1")
         self.rank, self.store = int(os.environ["RANK"]), next(dist.rendezvous("env://"))[0]
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) if torch.cuda.is_available() else -1)
         if self.rank:

@@ -2,8 +2,7 @@
 
 `output bits = f(weights, prompt ids, sampling params, seed, fingerprint)`. Whatever may change bits is a part of the
 fingerprint; nothing that may not (batch, ports, cache, restarts) is. A receipt states both sides of that equation for
-one completion. Prefill and decode give the same bits, so one prefill checks it: every token is drawn again from its own
-logits. A receipt's digest is a checksum and no signature; what cannot be forged is the replay."""
+one completion. Its digest is a checksum and no signature; what cannot be forged is the replay (tools/verify.py)."""
 
 import hashlib
 import json

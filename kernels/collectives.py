@@ -1,8 +1,6 @@
 """What ranks of tensor parallelism exchange: columns, so that every sum is one rank's own and none crosses (design
-law 6), or, in the row style, partial sums in fp32, which are added in rank order.
-
-In an exchange each rank computes its part, and all get the whole. `SymmetricMemory`: kernels write to the buffers of
-all ranks. `Group`: torch.distributed carries it, on CPU and where GPUs do not reach each other's memory. Same bits."""
+law 6), or, in the row style, partial sums in fp32, which are added in rank order. Each computes its part, and all get
+the whole: the same bits, whatever carries them."""
 
 import re
 import secrets
@@ -18,7 +16,7 @@ TWO_SHOT = 1 << 20  # elements of a sum from which each rank adds its columns fo
 
 
 class Group:
-    """Exchanges through `group`, a process group of torch.distributed, of which this process is `rank` of `size`."""
+    """Exchanges through `group` of torch.distributed, on CPU and where GPUs do not reach each other's memory."""
     name = "torch.distributed"
 
     def __init__(self, rank: int, size: int, group):

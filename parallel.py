@@ -128,7 +128,7 @@ class Ranks:
             finally:  # on a lost device, too
                 self.pipes.clear()
                 self.closed.set()
-                self.runner = None  # the threads still have `self`
+                self.runner = None  # the thread that watches may still have `self`
                 for process in self.processes:
                     process.kill()
                 # Garbage may be collected on any thread; one that outlives the interpreter would abort it.
@@ -136,8 +136,7 @@ class Ranks:
                     ending.join()
 
     def _watch(self) -> None:
-        """End the program if a rank dies, or must hang, so long does a step take: on a GPU the others would wait for it
-        for ever."""
+        """End the program if a rank dies or, so long does a step take, must hang: the others would wait for ever."""
         since, ticks = None, 0  # not a clock's time: this process may have been stopped
         while not self.closed.wait(TICK_SECONDS):
             since, ticks = self.since, ticks + 1 if self.since and self.since == since else 0

@@ -141,7 +141,7 @@ class Ranks:
         while not self.closed.wait(TICK_SECONDS):
             since, ticks = self.since, ticks + 1 if self.since and self.since == since else 0
             dead = [f"rank {rank} died (exit code {process.exitcode})" for rank, process in enumerate(self.processes, 1)
-                    if process.exitcode is not None and self.pipes]  # without them it is no accident
+                    if process.exitcode is not None and self.pipes]  # once these are cleared it is no accident
             if dead or ticks == STALL_TICKS:
                 print("error:", *dead[:1] or ["a rank stalled: a step does not end"], file=sys.stderr, flush=True)
                 for process in self.processes:

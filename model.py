@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from checkpoint import Checkpoint
 from kernels import Ops, same_bits
-from kernels.collectives import EVEN, LOGITS, ODD
+from kernels.collectives import EVEN, LOGITS, ODD, ROWS
 from kernels.tiles import leaf_count
 from kernels.work import AttentionWork
 
@@ -177,7 +177,7 @@ def deal(count: int, ranks: int, unit: int = 0) -> list[range]:
     return [range(a, b) for a, b in zip(borders, borders[1:])]
 
 
-def shard(c: ModelConfig, size: int, by_experts: bool) -> SimpleNamespace:
+def shard(c: ModelConfig, size: int, by_experts: bool = False) -> SimpleNamespace:
     """The rows of weights, so the columns of products, that each of `size` ranks owns; ValueError names what cannot be
     dealt to so many. q, kv: KV heads with the query heads that read them; of more ranks, a multiple, several hold the
     same KV head and deal out its query heads. The others by their names in the config."""
@@ -229,14 +229,12 @@ class Model:
             sparse = i in c.sparse_layers
             width = "moe_intermediate_size" if sparse else "intermediate_size"
             inner = getattr(cuts, width) if by_rows else self._uncut(getattr(c, width))
-            gate_up, down = [], []
-            for e, ffn in enumerate([f"{mlp}experts.{e}." for e in range(c.num_experts)] if sparse else [mlp]):
-                rows, out = getattr(cuts, width), joined[0]
-                if sparse and by_experts:  # all rows on its rank, none on the others
-                    rows, out = ([range(0 if e in here else N, N) for here in cuts.num_experts]
-                                 for N in (c.moe_intermediate_size, c.hidden_size))
-                gate_up += [(ffn + "gate_proj", rows), (ffn + "up_proj", rows)]
-                down.append((ffn + "down_proj", out))
+            ffns = [f"{mlp}experts.{e}." for e in range(c.num_experts)] if sparse else [mlp]
+            rows, out = [getattr(cuts, width)] * len(ffns), [joined[0]] * len(ffns)
+            if sparse and by_experts:  # all of an expert on its rank, nothing on the others
+                rows, out = ([[range(0 if e in here else N, N) for here in cuts.num_experts]
+                              for e in range(c.num_experts)] for N in (c.moe_intermediate_size, c.hidden_size))
+            gate_up = [(ffn + name, cut) for ffn, cut in zip(ffns, rows) for name in ("gate_proj", "up_proj")]
             self.layers.append(SimpleNamespace(
                 input_layernorm=self._norm(f"model.layers.{i}.input_layernorm", c.hidden_size),
                 qkv_proj=self._linear(qkv, hidden, c.qkv_bias),
@@ -246,7 +244,7 @@ class Model:
                 post_attention_layernorm=self._norm(f"model.layers.{i}.post_attention_layernorm", c.hidden_size),
                 gate=self._linear([(mlp + "gate", self._uncut(c.num_experts))], hidden, False) if sparse else None,
                 gate_up_proj=self._linear(gate_up, hidden, c.mlp_bias, in_turn=True),
-                down_proj=self._linear(down, inner, c.mlp_bias)))
+                down_proj=self._linear([(ffn + "down_proj", cut) for ffn, cut in zip(ffns, out)], inner, c.mlp_bias)))
         self.norm = self._norm("model.norm", c.hidden_size)
         own = cuts.vocab_size[rank]
         self.lm_head = (Linear(self.embed_tokens[own.start : own.stop], None, leaf_count(c.vocab_size, c.hidden_size))
@@ -305,14 +303,12 @@ class Model:
             routing = ops.route(router_logits, c.num_experts_per_tok, c.norm_topk_prob, dtype, here)
             rows = normed.index_select(0, routing.sources)
             gated_linear, linear = (partial(op, routing=routing) for op in (ops.gated_linear, ops.linear))
-            if self.by_experts:
-                gated = gated_linear(rows, *layer.gate_up_proj, dtype)
-                down = self.exchange.gather_rows(partial(linear, gated, *layer.down_proj, dtype), gated, c.hidden_size)
-                hidden_states = ops.combine(routing.weights, routing.places, down)
-            else:
-                gated = self._whole(gated_linear, cuts.moe_intermediate_size, ODD, rows, *layer.gate_up_proj, dtype)
-                down = linear(gated, *layer.down_proj, dtype)
-                hidden_states = self._whole(ops.combine, cuts.hidden_size, EVEN, routing.weights, routing.places, down)
+            # What is exchanged: the experts' results, or columns, before and after.
+            first, second, third = ((None, self._uncut(c.hidden_size), None) if self.by_experts else
+                                    (cuts.moe_intermediate_size, None, cuts.hidden_size))
+            gated = self._whole(gated_linear, first, ODD, rows, *layer.gate_up_proj, dtype)
+            down = self._whole(linear, second, ROWS, gated, *layer.down_proj, dtype)
+            hidden_states = self._whole(ops.combine, third, EVEN, routing.weights, routing.places, down)
         if batch.logits_rows is not None:
             hidden_states, residual = hidden_states[batch.logits_rows], residual[batch.logits_rows]
         return ops.rms_norm(hidden_states, self.norm, eps, residual)
@@ -331,10 +327,10 @@ class Model:
         linear, cut = self.ops.linear, self.cuts.vocab_size
         return self._whole(linear, cut, LOGITS, hidden_states, *self.lm_head, torch.float32, out=out)
 
-    def _whole(self, op, cut: list[range], buffer: int, x: torch.Tensor, *args, out=None) -> torch.Tensor:
-        """op(x, ...), of which every rank computes its columns, with those of all. In the row style what the next
-        product joins stays apart, and that product's partial sums are added."""
-        if self.exchange is None or (self.by_rows and buffer == ODD):
+    def _whole(self, op, cut: list[range] | None, buffer: int, x: torch.Tensor, *args, out=None) -> torch.Tensor:
+        """op(x, ...), of which every rank computes its columns, with those of all (without a `cut`, alone). In the row
+        style what the next product joins stays apart, and that product's partial sums are added."""
+        if self.exchange is None or cut is None or (self.by_rows and buffer == ODD):
             return op(x, *args) if out is None else op(x, *args, out)
         if self.by_rows and buffer == EVEN:
             weight, bias, leaves, dtype = args

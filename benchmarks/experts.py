@@ -36,7 +36,7 @@ def main() -> None:
     def route(logits, *rest, ops=llm.ops):
         routing = ops.route(logits, *rest)
         if len(logits) == batch:  # a decode step
-            used = routing.tiles[3 : 3 + int(routing.tiles[1])]
+            used = routing.tiles[2 : 2 + int(routing.tiles[1])]
             counts.append(len(used.unique()))
         return routing
 

@@ -30,18 +30,11 @@ class Group:
 
         Reduction order: none; a copy.
         Schedule: how the columns travel."""
+        if buffer == ROWS:  # all columns, and zeros in others' rows: as bytes they are added
+            return self._parts(compute, M, cut[0].stop).view(torch.uint8).sum(0, dtype=torch.uint8).view(dtype)
         x, width = compute().view(M, -1), max(map(len, cut))
         parts = self._parts(lambda: x if x.shape[1] == width else F.pad(x, (0, width - x.shape[1])), M, width)
         return torch.cat([part[:, : len(own)] for part, own in zip(parts, cut, strict=True)], 1, out=out)
-
-    def gather_rows(self, compute: Callable, x: torch.Tensor, N: int) -> torch.Tensor:
-        """The whole [len(x), N], dtype of x, of whose rows each rank computes some, and none that another does.
-        compute(out=places) writes this rank's to each of several places, and returns the first.
-
-        Reduction order: none; a copy, as a sum of bytes that are zero on all ranks but one.
-        Schedule: how the rows travel."""
-        own = compute(out=[x.new_zeros((len(x), N))])
-        return self._parts(lambda: own, *own.shape).view(torch.uint8).sum(0, dtype=torch.uint8).view(own.dtype)
 
     def all_reduce(self, compute: Callable, M: int, cut: list[range], dtype: torch.dtype, bias: torch.Tensor | None):
         """The sum [M, cut[-1].stop], in `dtype`, of all ranks' partial sums and of `bias`. cut: the columns that each
@@ -96,12 +89,6 @@ class SymmetricMemory(Group):
         compute(out=[place[:, own.start : own.stop] for place in places])
         self.handle.barrier()
         return places[self.rank] if out is None else out.copy_(places[self.rank])
-
-    def gather_rows(self, compute, x, N):
-        places = self._places(ROWS, len(x), N, x.dtype)
-        compute(out=places)
-        self.handle.barrier()
-        return places[self.rank]
 
     def _parts(self, compute, M, N):
         self.turn = ODD + EVEN - self.turn  # a layer has two sums, so a CUDA graph finds the turn as it was

@@ -38,7 +38,6 @@ def group_kernel(experts_ptr, counts_ptr, places_ptr, sources_ptr, tiles_ptr, nu
     end = tl.sum(tl.where(ids <= own, tiles, 0), 0)
     if own == first_here:
         tl.store(tiles_ptr, first)
-        tl.store(tiles_ptr + 2, first_here)
     if own == last_here:
         tl.store(tiles_ptr + 1, end)
     row = first * TILE
@@ -50,7 +49,7 @@ def group_kernel(experts_ptr, counts_ptr, places_ptr, sources_ptr, tiles_ptr, nu
         tl.store(sources_ptr + places, slots // TOP_K, mask=mine)
         row += tl.sum(mine.to(tl.int32), 0)
     for start in range(first, end, BLOCK):
-        tl.store(tiles_ptr + 3 + start + offs, own, mask=start + offs < end)
+        tl.store(tiles_ptr + 2 + start + offs, own - first_here, mask=start + offs < end)
 
 
 def route(logits: torch.Tensor, top_k: int, normalise: bool, tile: int, rows: int,
@@ -68,12 +67,12 @@ def route(logits: torch.Tensor, top_k: int, normalise: bool, tile: int, rows: in
     weights, size, num_tiles = logits.new_empty((M, top_k)), triton.next_power_of_2(E), min(S, S // tile + E)
     experts, places = torch.empty((2, M, top_k), dtype=torch.int32, device=logits.device)
     counts, sources = experts.new_zeros(E + num_tiles * tile).split([E, num_tiles * tile])
-    tiles, here = experts.new_empty(3 + num_tiles), here or range(E)
+    tiles, here = experts.new_empty(2 + num_tiles), here or range(E)
     choose_kernel[(M,)](logits, weights, experts, counts, E, top_k, normalise, LOGPROB_SCALE_BITS, size, num_warps=4,
                         enable_fp_fusion=False)
     group_kernel[(E,)](experts, counts, places, sources, tiles, S, here[0], here[-1], top_k, tile, size,
                        512 if S <= 512 else 4096, num_warps=8, enable_fp_fusion=False)
-    return Routing(weights, places, sources, tiles, tile, len(here), rows)
+    return Routing(weights, places, sources, tiles, tile, len(here), len(here) < E, rows)
 
 
 @triton.jit

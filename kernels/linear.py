@@ -73,9 +73,7 @@ def linear_kernel(x, w, bias_ptr, out, partial_ptr, arrived_ptr, tiles_ptr, M, N
         n = tile % (GROUP_M * tiles_n) // group_m * BLOCK_N
         offs_m = m + tl.arange(0, BLOCK_M)[:, None].to(tl.int64)
         offs_n = n + tl.arange(0, BLOCK_N)[None, :]
-        row_w = n
-        if tiles_ptr is not None:
-            row_w += (tl.load(tiles_ptr + 3 + m // BLOCK_M) - tl.load(tiles_ptr + 2)) * N
+        row_w = n if tiles_ptr is None else n + tl.load(tiles_ptr + 2 + m // BLOCK_M) * N
         acc = leaf_sum(x, w, m, row_w, leaf * LEAF, M, ROWS_W, K, LEAF, EVEN_K, TMA, BLOCK_M, BLOCK_N, BLOCK_K)
         last = True
         if SPLIT:
@@ -118,7 +116,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, lea
     N, width = len(weight) // (routing.num_experts if routing else 1), 2 if gated else 1
     assert weight.shape[1] == K and x.dtype == weight.dtype, (x.shape, x.dtype, weight.shape, weight.dtype)
     assert x.is_contiguous() and weight.is_contiguous() and (routing is None or routing.tile == schedule.BLOCK_M)
-    outs = out if isinstance(out, list) else [x.new_empty((M, N // width), dtype=out_dtype) if out is None else out]
+    new = x.new_zeros if routing and routing.is_part else x.new_empty
+    outs = out if isinstance(out, list) else [new((M, N // width), dtype=out_dtype) if out is None else out]
     out, stride = outs[0], outs[0].stride(0)
     assert all(o.shape == (M, N // width) and o.stride() == (stride, 1) and o.dtype == out_dtype for o in outs)
     tiles = triton.cdiv(M, schedule.BLOCK_M) * triton.cdiv(N, schedule.BLOCK_N)

@@ -67,12 +67,12 @@ def rms_norm(x, weight, eps, residual=None):
 
 def linear(x, weight, bias, leaves, out_dtype, out=None, routing=None):
     if routing:
-        first, end, first_here = routing.tiles[:3].tolist()
+        first, end = routing.tiles[:2].tolist()
         own = weight.view(routing.num_experts, -1, weight.shape[1])
-        experts, counts = routing.tiles[3:][first:end].unique_consecutive(return_counts=True)
+        experts, counts = routing.tiles[2:][first:end].unique_consecutive(return_counts=True)
         parts = zip(experts.tolist(), x[first:end].split(counts.tolist()), strict=True)
         before, after = (x.new_zeros((n, own.shape[1]), dtype=out_dtype) for n in (first, len(x) - end))
-        return torch.cat([before, *(linear(rows, own[e - first_here], None, leaves, out_dtype) for e, rows in parts),
+        return torch.cat([before, *(linear(rows, own[e], None, leaves, out_dtype) for e, rows in parts),
                           after])
     length = leaf_length(x.shape[1], leaves)
     total, *rest = map(tiled_matmul, x.float().split(length, 1), weight.float().split(length, 1))
@@ -173,9 +173,9 @@ def route(logits, top_k, normalise, dtype, here=None):
     chosen = scaled.gather(1, ids)
     total = mass(chosen if normalise else scaled).sum(1, keepdim=True).float() / (1 << LOGPROB_SCALE_BITS)
     here, (expert, slot) = here or range(E), ids.flatten().sort(stable=True)  # tiles of one row
-    head = torch.tensor([(expert < here.start).sum(), (expert < here.stop).sum(), here.start])
+    span = torch.tensor([(expert < here.start).sum(), (expert < here.stop).sum()])
     return Routing(by_lanes(torch.exp, chosen) / total, slot.argsort().view(M, top_k), slot // top_k,
-                   torch.cat([head, expert]), 1, len(here), 1)
+                   torch.cat([span, expert - here.start]), 1, len(here), len(here) < E, 1)
 
 
 def combine(weights, places, y):

@@ -38,14 +38,15 @@ class Routing(NamedTuple):
     """Which rows each expert of a mixture computes, made a layer at a time by kernels/experts.py.
     weights: [num_tokens, top_k] fp32, of a token's experts in ascending id; places: [num_tokens, top_k], their rows
     sources: [num_tiles * tile] int32, the token of each row, 0 where there is none
-    tiles: [3 + num_tiles] int32, the first and the end of the tiles to compute here, the first expert whose weight is
-        here, and the expert of each tile; num_experts: whose weights are here; rows: to choose a schedule by"""
+    tiles: [2 + num_tiles] int32, the first and the end of those to compute here, and the expert of each, counted from
+        the first here; num_experts: here; is_part: others are elsewhere; rows: to choose a schedule by"""
     weights: torch.Tensor
     places: torch.Tensor
     sources: torch.Tensor
     tiles: torch.Tensor
     tile: int
     num_experts: int
+    is_part: bool
     rows: int
 
 

@@ -109,7 +109,7 @@ def launch_selfcheck(table: tiles.Schedules) -> None:
             if one.fits(dtype.itemsize):
                 linear.linear(meta(257, 512), meta(272, 512), None, leaves, dtype, one, meta(16384, dtype=torch.int32))
         tiles_of = meta(10, dtype=torch.int32)  # of nine row tiles, eight experts
-        routing = experts.Routing(None, None, None, tiles_of, one.BLOCK_M, 8, 1)
+        routing = experts.Routing(None, None, None, tiles_of, one.BLOCK_M, 8, False, 1)
         linear.linear(meta(9 * one.BLOCK_M, 2048), meta(8 * 272, 2048), None, 1, torch.bfloat16, one,
                       meta(16384, dtype=torch.int32), gated=True, routing=routing)
 

@@ -100,7 +100,7 @@ def check_experts(device, dtype, schedules: list[LinearSchedule], K: int) -> Ite
                 routing = route(logits[:m], top_k, True, schedule.BLOCK_M, m)
                 out = linear(x.index_select(0, routing.sources), w, None, leaves, dtype, schedule, arrived,
                              routing=routing)
-                of = routing.tiles[3:][routing.places // routing.tile].long()
+                of = routing.tiles[2:][routing.places // routing.tile].long()
                 same &= same_bits(out[routing.places], every[of, torch.arange(m, device=device)[:, None]])
             yield Check("experts", f"{dtype}, K={K}, {leaves} leaves, {schedule}", same, schedule)
 

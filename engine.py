@@ -135,7 +135,7 @@ class LLM:
         self.async_scheduling = self.device.type == "cuda" if async_scheduling is None else async_scheduling
         self.requests: dict[str, RequestOutput] = {}
         self._live: dict[Sequence, tuple[RequestOutput, CompletionOutput, Detokenizer | None]] = {}  # until it ends
-        self._in_flight, self._next_id, self._fresh = NOTHING, 0, []  # fresh: outputs whose `delta` is the last step's
+        self._in_flight, self._fresh = NOTHING, []  # fresh: outputs whose `delta` is the last step's
         self.ranks.follow(self)
 
     def _measure_blocks(self, utilization: float, max_num_seqs: int, num_tokens: int) -> int:
@@ -182,9 +182,7 @@ class LLM:
             raise ValueError("stop strings need a tokenizer, and this model folder has no tokenizer.json")
         if request_id in self.requests:
             raise ValueError(f"request id {request_id!r} is in use")
-        while request_id is None or request_id in self.requests:
-            self._next_id += 1
-            request_id = f"req-{self._next_id}"
+        request_id = f"req-{secrets.token_hex(8)}" if request_id is None else request_id
         seed = params.seed if params.seed is not None else secrets.randbits(53)
         self.ranks.tell("add_request", token_ids, replace(params, seed=seed), request_id=request_id,
                         cache_salt=cache_salt, score_only=score_only)  # nothing is left to chance

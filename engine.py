@@ -76,8 +76,7 @@ class LLM:
     max_num_batched_tokens: most tokens in a step [8192, on CPU 512]; tensor_parallel_size: GPUs to share; tp_style:
     "column" (the same bits on any number of them) or "row" (half the exchanges, bits of each number's own)
     expert_parallel: a rank has whole experts, not columns of all; num_gpu_blocks_override: size of the cache in blocks
-    gpu_memory_utilization: share of the GPU's memory to use
-    enable_prefix_caching, enforce_eager (no CUDA graphs): as in vLLM; ops: another op table (of one rank)"""
+    gpu_memory_utilization, enable_prefix_caching, enforce_eager: as in vLLM; ops: another op table (of one rank)"""
 
     def __init__(self, model: str | Path = DEFAULT_MODEL, *, revision: str | None = None, device: str = "auto",
                  dtype: str = "auto", schedule: str = "auto", load_format: str = "auto",

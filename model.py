@@ -177,7 +177,7 @@ def deal(count: int, ranks: int, unit: int = 0) -> list[range]:
     return [range(a, b) for a, b in zip(borders, borders[1:])]
 
 
-def shard(c: ModelConfig, size: int, by_experts: bool = False) -> SimpleNamespace:
+def shard(c: ModelConfig, size: int) -> SimpleNamespace:
     """The rows of weights, so the columns of products, that each of `size` ranks owns; ValueError names what cannot be
     dealt to so many. q, kv: KV heads with the query heads that read them; of more ranks, a multiple, several hold the
     same KV head and deal out its query heads. The others by their names in the config."""
@@ -186,9 +186,9 @@ def shard(c: ModelConfig, size: int, by_experts: bool = False) -> SimpleNamespac
         raise ValueError(f"tensor_parallel_size {size} is above num_kv_heads {H}, but no multiple of it")
     q = deal(H * group, size, group if size <= H else c.head_dim)
     kv = [range(rows.start // group * c.head_dim, -(-rows.stop // group) * c.head_dim) for rows in q]
-    names = ["hidden_size", "intermediate_size", "vocab_size"] + ["moe_intermediate_size"] * bool(c.num_experts)
-    cuts = {"num_heads": q} | {name: deal(getattr(c, name), size) for name in names}
-    cuts |= {"num_experts": deal(c.num_experts, size, 1)} if by_experts else {}
+    names = ["hidden_size", "intermediate_size", "vocab_size"]
+    names += ["moe_intermediate_size", "num_experts"] if c.num_experts else []
+    cuts = {"num_heads": q} | {name: deal(getattr(c, name), size, name == "num_experts") for name in names}
     if small := [name for name, cut in cuts.items() if not all(cut)]:
         raise ValueError(f"{small[0]} {getattr(c, small[0])} is too small for tensor_parallel_size {size}")
     return SimpleNamespace(q=q, kv=kv, **cuts)
@@ -210,9 +210,8 @@ class Model:
     def __init__(self, config: ModelConfig, ops: Ops, device: torch.device, dtype: torch.dtype, max_model_len: int,
                  rank: int = 0, size: int = 1, by_rows: bool = False, by_experts: bool = False):
         self.config, self.ops, self.device, self.dtype = config, ops, device, dtype
-        self.rank, self.size, self.by_rows, self.by_experts, self.exchange = rank, size, by_rows, by_experts, None
-        self.cuts = shard(config, size, by_experts)
-        self.weights, self.whole = {}, {}
+        self.rank, self.size, self.by_rows, self.by_experts = rank, size, by_rows, by_experts
+        self.exchange, self.cuts, self.weights, self.whole = None, shard(config, size), {}, {}
         c, D, cuts = config, config.head_dim, self.cuts
         self.num_heads, self.num_kv_heads = len(cuts.q[rank]) // D, len(cuts.kv[rank]) // D
         self.most_kv_heads = max(map(len, cuts.kv)) // D
@@ -263,8 +262,7 @@ class Model:
         for name, cut in parts:
             shape, own = zip(*[(c[-1].stop, slice(c[self.rank].start, c[self.rank].stop)) for c in (cut, *inputs)])
             self.whole[name] = shape, own
-            if cut[self.rank]:
-                self.weights[name] = next(views)
+            self.weights |= {name: next(views)} if cut[self.rank] else {}
         return tensor
 
     def _norm(self, name: str, N: int) -> torch.Tensor:
@@ -301,12 +299,12 @@ class Model:
             router_logits = ops.linear(normed, *layer.gate, torch.float32)
             here = cuts.num_experts[self.rank] if self.by_experts else None
             routing = ops.route(router_logits, c.num_experts_per_tok, c.norm_topk_prob, dtype, here)
-            rows = normed.index_select(0, routing.sources)
             gated_linear, linear = (partial(op, routing=routing) for op in (ops.gated_linear, ops.linear))
             # What is exchanged: the experts' results, or columns, before and after.
             first, second, third = ((None, self._uncut(c.hidden_size), None) if self.by_experts else
                                     (cuts.moe_intermediate_size, None, cuts.hidden_size))
-            gated = self._whole(gated_linear, first, ODD, rows, *layer.gate_up_proj, dtype)
+            x = normed.index_select(0, routing.sources)
+            gated = self._whole(gated_linear, first, ODD, x, *layer.gate_up_proj, dtype)
             down = self._whole(linear, second, ROWS, gated, *layer.down_proj, dtype)
             hidden_states = self._whole(ops.combine, third, EVEN, routing.weights, routing.places, down)
         if batch.logits_rows is not None:
@@ -319,8 +317,8 @@ class Model:
         slots = rows * c.num_experts_per_tok + 128 * c.num_experts  # tiles are filled up to 128 rows at most
         wide = max(rows * max(c.num_heads * c.head_dim, c.intermediate_size), slots * c.moe_intermediate_size)
         sums, logits = rows * c.hidden_size * 4, max(num_seqs, LOGITS_SLAB) * c.vocab_size * 4
-        by_expert = slots * c.hidden_size * self.dtype.itemsize if self.by_experts else 0
-        return [max(sums, wide * self.dtype.itemsize), sums, max(sums, logits), by_expert]
+        by_expert = slots * c.hidden_size * self.by_experts
+        return [max(sums, wide * self.dtype.itemsize), sums, max(sums, logits), by_expert * self.dtype.itemsize]
 
     def logits(self, hidden_states: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """[num_rows, hidden_size] -> [num_rows, vocab_size] fp32, into `out` if given."""

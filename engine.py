@@ -108,9 +108,14 @@ class LLM:
         limit = self.config.max_position_embeddings
         if max_model_len is not None and not 1 <= max_model_len <= limit:
             raise ValueError(f"max_model_len {max_model_len} must be between 1 and {limit}, the model's own limit")
-        self.model = Model(self.config, self.ops, self.device, self.dtype, max_model_len or limit, self.ranks.rank,
-                           self.ranks.size, tp_style == "row" and self.ranks.size > 1,
-                           expert_parallel and self.ranks.size > 1)
+        part = (self.dtype, max_model_len or limit, self.ranks.rank, self.ranks.size,
+                tp_style == "row" and self.ranks.size > 1, expert_parallel and self.ranks.size > 1)
+        if self.device.type == "cuda":
+            need = Model(self.config, self.ops, torch.device("meta"), *part).weight_bytes
+            if need > (free := torch.cuda.mem_get_info(self.device)[0]):
+                raise ValueError(f"the weights take {need / 1e9:.1f} GB of a GPU, where {free / 1e9:.1f} are free: with a "
+                                 "larger tensor_parallel_size each takes less")
+        self.model = Model(self.config, self.ops, self.device, *part)
         self.ranks.start(self, options | {"model": self.folder, "revision": None, "progress": False})
         if load_format == "dummy":
             self.model.load_dummy(progress)

@@ -265,6 +265,10 @@ class Model:
             self.weights |= {name: next(views)} if cut[self.rank] else {}
         return tensor
 
+    @property
+    def weight_bytes(self) -> int:
+        return sum(weight.nbytes for weight in self.weights.values())
+
     def _norm(self, name: str, N: int) -> torch.Tensor:
         return self._parameter([(name + ".weight", self._uncut(N))])
 

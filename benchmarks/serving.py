@@ -237,7 +237,6 @@ class Server:
         """Bytes by use, and how many sequences of some lengths the cache holds at once. None: not known here."""
         llm, c = self.engine(self.canary), self.config
         cache = llm.runner.kv_cache
-        weights = sum(view.numel() * view.itemsize for view in llm.model.weights.values())
         budget, max_num_seqs = llm.scheduler.max_num_batched_tokens, llm.scheduler.max_num_seqs
         workspace = reserved = total = None
         if self.device.type == "cuda":
@@ -248,7 +247,7 @@ class Server:
             reserved, total = torch.cuda.memory_reserved(self.device), torch.cuda.mem_get_info(self.device)[1]
         tokens = cache.shape[2] * cache.shape[4]
         lengths = [n for n in (256, 1024, 4096, 32768) if n <= c.max_position_embeddings]
-        return {"weights": weights, "cache": cache.nbytes, "cache_tokens": tokens,
+        return {"weights": llm.model.weight_bytes, "cache": cache.nbytes, "cache_tokens": tokens,
                 "bytes_per_token": cache.nbytes // tokens, "workspace": workspace, "step_tokens": budget,
                 "step_sequences": max_num_seqs, "reserved": reserved, "device": total,
                 "largest_batch": {str(n): cache.shape[2] // -(-n // cache.shape[4]) for n in lengths}}

@@ -7,6 +7,8 @@ import time
 import pytest
 import torch
 from conftest import ROOT
+from test_experts import SHARED
+from test_invariance import QWEN3_30B_A3B
 from test_parallel import (
     LLAMA,
     QWEN3,
@@ -54,6 +56,14 @@ def test_ranks_change_no_bit(size, name, eager, tmp_path):
     folder = "models/embedded" if name == "embedded" else write_config(
         tmp_path / name, {"tiny": QWEN3, "llama": LLAMA, "qwen3-8b": BIG}[name])
     compare(folder, size, cells(), enforce_eager=eager)
+
+
+@several
+@pytest.mark.parametrize("expert_parallel", [False, True], ids=["columns", "experts"])
+@pytest.mark.parametrize("name", ["tiny", "qwen3-30b-a3b"])
+def test_ranks_change_no_bit_of_experts(name, expert_parallel, tmp_path):
+    config = {"tiny": SHARED | {"mlp_only_layers": [1]}, "qwen3-30b-a3b": QWEN3_30B_A3B}[name]
+    compare(write_config(tmp_path / name, config), 2, cells(), expert_parallel=expert_parallel)
 
 
 @several
@@ -121,3 +131,11 @@ def test_the_command_line_ends_silently():
 def test_more_ranks_than_gpus(tmp_path):
     with pytest.raises(ValueError, match="takes as many GPUs"):
         engine(write_config(tmp_path, BIG), COUNT + 1 if COUNT < 8 else 16, device="cuda")
+
+
+def test_weights_that_do_not_fit(tmp_path):
+    """Qwen3-235B-A22B, before anything is allocated: 470 GB, as its checkpoint has."""
+    config = QWEN3_30B_A3B | {"hidden_size": 4096, "num_hidden_layers": 94, "moe_intermediate_size": 1536,
+                              "num_attention_heads": 64}
+    with pytest.raises(ValueError, match="the weights take 470.2 GB of a GPU, where .* GB are free: with a larger"):
+        engine(write_config(tmp_path / "model", config), device="cuda")

@@ -17,8 +17,8 @@ def choose_kernel(logits_ptr, weights_ptr, experts_ptr, counts_ptr, E, TOP_K: tl
     token, ids = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     x = tl.load(logits_ptr + token * E + ids, mask=ids < E, other=float("-inf"))
     x = tl.where(x != x, float("nan"), x)  # of either sign it ranks highest, and shows
-    ranks = tl.where(ids < E, rank(x, ids, E), -ids)  # no two alike: exactly TOP_K have fewer than TOP_K above them
-    chosen = tl.sum((ranks[None, :] > ranks[:, None]).to(tl.int32), 1) < TOP_K
+    ranks = rank(x, ids, E)  # no two alike: exactly TOP_K have fewer than TOP_K above them
+    chosen = tl.sum((ranks[:, None] > ranks[None, :]).to(tl.int32), 0) < TOP_K  # down a column: a thread has it all
     scaled = x - tl.max(x, 0)
     counted = chosen if NORMALISE else ids < E
     total = tl.sum(tl.where(counted, mass(scaled, SCALE_BITS), 0), 0).to(tl.float32) / (1 << SCALE_BITS)

@@ -300,15 +300,13 @@ class Model:
                 gated = self._whole(ops.gated_linear, cuts.intermediate_size, ODD, normed, *layer.gate_up_proj, dtype)
                 hidden_states = self._whole(ops.linear, cuts.hidden_size, EVEN, gated, *layer.down_proj, dtype)
                 continue
-            router_logits = ops.linear(normed, *layer.gate, torch.float32)
-            here = cuts.num_experts[self.rank] if self.by_experts else None
-            routing = ops.route(router_logits, c.num_experts_per_tok, c.norm_topk_prob, dtype, here)
+            routing = ops.route(normed, ops.linear(normed, *layer.gate, torch.float32), c.num_experts_per_tok,
+                                c.norm_topk_prob, cuts.num_experts[self.rank] if self.by_experts else None)
             gated_linear, linear = (partial(op, routing=routing) for op in (ops.gated_linear, ops.linear))
             # What is exchanged: the experts' results, or columns, before and after.
             first, second, third = ((None, self._uncut(c.hidden_size), None) if self.by_experts else
                                     (cuts.moe_intermediate_size, None, cuts.hidden_size))
-            x = normed.index_select(0, routing.sources)
-            gated = self._whole(gated_linear, first, ODD, x, *layer.gate_up_proj, dtype)
+            gated = self._whole(gated_linear, first, ODD, routing.x, *layer.gate_up_proj, dtype)
             down = self._whole(linear, second, ROWS, gated, *layer.down_proj, dtype)
             hidden_states = self._whole(ops.combine, third, EVEN, routing.weights, routing.places, down)
         if batch.logits_rows is not None:

@@ -33,9 +33,9 @@ def main() -> None:
         parser.error(f"{name} has no experts")
     counts = []
 
-    def route(logits, *rest, ops=llm.ops):
-        routing = ops.route(logits, *rest)
-        if len(logits) == batch:  # a decode step
+    def route(x, *rest, ops=llm.ops):
+        routing = ops.route(x, *rest)
+        if len(x) == batch:  # a decode step
             used = routing.tiles[2 : 2 + int(routing.tiles[1])]
             counts.append(len(used.unique()))
         return routing

@@ -77,18 +77,18 @@ def triton_ops(device: torch.device, schedule: str = "auto", table=None) -> Ops:
     from kernels.reference import embedding
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
     table = table or tiles.schedules(schedule, capability)
-    arrived = torch.zeros(16384, dtype=torch.int32, device=device)  # arrival counters of split sums
+    arrived, tallies = (torch.zeros(n, dtype=torch.int32, device=device) for n in (16384, (1 << 16, 3)))  # counters
 
     def run_linear(x, weight, bias, leaves, out_dtype, out=None, gated=False, routing=None):
         rows, N = (routing.rows, 0) if routing else (len(x), len(weight))  # N 0: which experts have rows, no host knows
         chosen = table.linear_for(rows, N, leaves, x.element_size(), out_dtype.itemsize)
         return linear.linear(x, weight, bias, leaves, out_dtype, chosen, arrived, out, gated, routing)
 
-    def run_route(logits, top_k, normalise, dtype, here=None):
+    def run_route(x, logits, top_k, normalise, here=None):
         mean = -(-len(logits) * top_k // logits.shape[1])
         rows = mean if mean <= 16 else 2 * mean  # loads differ: then most experts have all in one tile
-        tile = table.linear_for(rows, 1, 1, dtype.itemsize).BLOCK_M
-        return experts.route(logits, top_k, normalise, tile, rows, here)
+        tile = table.linear_for(rows, 1, 1, x.element_size()).BLOCK_M
+        return experts.route(x, logits, top_k, normalise, tile, rows, tallies, here)
 
     def run_attention(q, k_cache, v_cache, work, scale, **options):
         decode, prefill = table.attention_for(q.shape[2] * q.element_size())

@@ -67,13 +67,11 @@ def rms_norm(x, weight, eps, residual=None):
 
 def linear(x, weight, bias, leaves, out_dtype, out=None, routing=None):
     if routing:
-        first, end = routing.tiles[:2].tolist()
-        own = weight.view(routing.num_experts, -1, weight.shape[1])
-        experts, counts = routing.tiles[2:][first:end].unique_consecutive(return_counts=True)
-        parts = zip(experts.tolist(), x[first:end].split(counts.tolist()), strict=True)
-        before, after = (x.new_zeros((n, own.shape[1]), dtype=out_dtype) for n in (first, len(x) - end))
-        return torch.cat([before, *(linear(rows, own[e], None, leaves, out_dtype) for e, rows in parts),
-                          after])
+        own, of = weight.view(routing.num_experts, -1, weight.shape[1]), routing.tiles[2:]  # a tile is a row
+        result = x.new_zeros((len(x), own.shape[1]), dtype=out_dtype)
+        for e in {*of.tolist()} & {*range(routing.num_experts)}:
+            result[of == e] = linear(x[of == e], own[e], None, leaves, out_dtype)
+        return result
     length = leaf_length(x.shape[1], leaves)
     total, *rest = map(tiled_matmul, x.float().split(length, 1), weight.float().split(length, 1))
     for term in rest if bias is None else (*rest, bias.float()):
@@ -167,14 +165,14 @@ def paged_attention(q, k_cache, v_cache, work, scale, kv_split=KV_SPLIT):
     return out
 
 
-def route(logits, top_k, normalise, dtype, here=None):
+def route(x, logits, top_k, normalise, here=None):
     (M, E), scaled = logits.shape, logits - logits.amax(1, keepdim=True)
     ids = torch.stack([row.sort(descending=True, stable=True).indices[:top_k] for row in logits]).sort(1).values
     chosen = scaled.gather(1, ids)
     total = mass(chosen if normalise else scaled).sum(1, keepdim=True).float() / (1 << LOGPROB_SCALE_BITS)
     here, (expert, slot) = here or range(E), ids.flatten().sort(stable=True)  # tiles of one row
     span = torch.tensor([(expert < here.start).sum(), (expert < here.stop).sum()])
-    return Routing(by_lanes(torch.exp, chosen) / total, slot.argsort().view(M, top_k), slot // top_k,
+    return Routing(x[slot // top_k], by_lanes(torch.exp, chosen) / total, slot.argsort().view(M, top_k),
                    torch.cat([span, expert - here.start]), 1, len(here), len(here) < E, 1)
 
 

@@ -36,13 +36,13 @@ class AttentionWork:
 
 class Routing(NamedTuple):
     """Which rows each expert of a mixture computes, made a layer at a time by kernels/experts.py.
+    x: [num_tiles * tile, K], a token's row for each of its experts; the others hold anything, and are read by nobody
     weights: [num_tokens, top_k] fp32, of a token's experts in ascending id; places: [num_tokens, top_k], their rows
-    sources: [num_tiles * tile] int32, the token of each row, 0 where there is none
     tiles: [2 + num_tiles] int32, the first and the end of those to compute here, and the expert of each, counted from
         the first here; num_experts: here; is_part: others are elsewhere; rows: to choose a schedule by"""
+    x: torch.Tensor
     weights: torch.Tensor
     places: torch.Tensor
-    sources: torch.Tensor
     tiles: torch.Tensor
     tile: int
     num_experts: int

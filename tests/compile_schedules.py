@@ -98,7 +98,8 @@ def launch_table(table: tiles.Schedules, rows: int) -> None:
     column = {t: meta(rows, dtype=t) for t in (torch.float32, torch.int32, torch.int64)}
     f, i, j = column.values()
     sample.sample(logits, f, j, j, f, j, i)
-    routing = experts.route(meta(rows, 128, dtype=torch.float32), 8, True, 16, rows)
+    routing = experts.route(meta(rows, 2048), meta(rows, 128, dtype=torch.float32), 8, True, 16, rows,
+                            meta(1 << 16, 3, dtype=torch.int32))
     experts.combine(routing.weights, routing.places, meta(rows * 8, 2048))
 
 

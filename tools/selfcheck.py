@@ -86,7 +86,7 @@ def check_experts(device, dtype, schedules: list[LinearSchedule], K: int) -> Ite
     from kernels.linear import linear
 
     E, top_k, M, N = 8, 2, 400, 272
-    arrived = torch.zeros(16384, dtype=torch.int32, device=device)
+    arrived, tallies = (torch.zeros(n, dtype=torch.int32, device=device) for n in (16384, (64, 3)))
     reference = REFERENCE.linear_for(M, N, 1, dtype.itemsize)
     generator = torch.Generator(device).manual_seed(K)
     x, w = INPUTS["random"]((M, K), generator).to(dtype), INPUTS["random"]((E * N, K), generator).to(dtype)
@@ -97,9 +97,8 @@ def check_experts(device, dtype, schedules: list[LinearSchedule], K: int) -> Ite
         for schedule in schedules:
             same = True
             for m in (1, 17, M):
-                routing = route(logits[:m], top_k, True, schedule.BLOCK_M, m)
-                out = linear(x.index_select(0, routing.sources), w, None, leaves, dtype, schedule, arrived,
-                             routing=routing)
+                routing = route(x[:m], logits[:m], top_k, True, schedule.BLOCK_M, m, tallies)
+                out = linear(routing.x, w, None, leaves, dtype, schedule, arrived, routing=routing)
                 of = routing.tiles[2:][routing.places // routing.tile].long()
                 same &= same_bits(out[routing.places], every[of, torch.arange(m, device=device)[:, None]])
             yield Check("experts", f"{dtype}, K={K}, {leaves} leaves, {schedule}", same, schedule)

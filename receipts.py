@@ -9,7 +9,6 @@ import json
 import platform
 import re
 from contextlib import suppress
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from runpy import run_path
@@ -81,34 +80,9 @@ def fingerprint(llm) -> str:
     return "sb1-" + hashlib.sha256(json.dumps(llm.fingerprint_parts, sort_keys=True).encode()).hexdigest()[:20]
 
 
-def hex_words(logprobs: list[float]) -> list[str]:
-    """The bits of each fp32 logprob as 8 hex digits."""
-    return [f"{word:08x}" for word in torch.tensor(logprobs, dtype=torch.float32).view(torch.uint32).tolist()]
-
-
-def receipt_digest(receipt: dict) -> str:
-    """sha256 of all of a receipt but the digest itself, 32 hex digits."""
-    return hashlib.sha256(json.dumps(receipt | {"digest": None}, sort_keys=True).encode()).hexdigest()[:32]
-
-
 def make_receipt(llm, output, index: int = 0, trace: bool = False) -> dict:
     """Receipt of a finished completion that was asked for logprobs; `trace`: with a digest of every op's output."""
-    out = output.outputs[index] if 0 <= index < len(output.outputs) else None
-    if out is None or out.finish_reason in (None, "error", "abort") or not out.token_ids or out.logprobs is None:
-        raise ValueError(f"no receipt: there is no finished completion {index} with tokens, asked for with logprobs=0")
-    prompt, asked, room = output.prompt_token_ids, output.params, llm.max_model_len - len(output.prompt_token_ids)
-    params = replace(asked, n=1, seed=out.seed, prompt_logprobs=None, min_tokens=min(asked.min_tokens, room),
-                     max_tokens=min(asked.max_tokens or room, room))
-    receipt = {"version": 1, "fingerprint": llm.fingerprint, "parts": llm.fingerprint_parts, "prompt_token_ids": prompt,
-               "params": {name: value for name, value in vars(params).items() if name != "seed"},
-               **{name: getattr(out, name) for name in ("seed", "token_ids", "text", "finish_reason", "stop_reason")},
-               "logprobs": hex_words(out.logprobs), "seconds": output.timings["total_s"]}
-    if trace:
-        receipt["trace"] = tool("verify")["replay"](llm, prompt, params, out.token_ids, True)[2]
-    receipt["params"]["logit_bias"] = {int(token): value for token, value in params.logit_bias.items()}
-    # As it will be when it is read: tuples are lists, keys are text, NumPy's numbers plain ones.
-    receipt = json.loads(json.dumps(receipt, default=lambda number: number.item()))
-    return receipt | {"digest": receipt_digest(receipt)}
+    return tool("verify")["make_receipt"](llm, output, index, trace)
 
 
 def verify(llm, receipt: dict):

@@ -18,9 +18,10 @@ import receipts
 from benchmarks.twins import batch_dependent
 from engine import LLM
 from kernels import make_ops
-from receipts import file_digest, receipt_digest
+from receipts import file_digest
 from sampler import SamplingParams
 from tools.proof import load_receipts
+from tools.verify import hex_words, receipt_digest
 
 PROMPT = "Once upon a time"
 ASKED = {
@@ -147,7 +148,7 @@ def test_greedy_tokens_of_no_argmax(llm):
     two = SamplingParams(temperature=0.0, max_tokens=1, logprobs=2)
     second = llm.generate(PROMPT, two)[0].outputs[0].top_logprobs[0]
     token = [token for token in second if token != made["token_ids"][0]][0]
-    words = changed_at(made["logprobs"], 0, receipts.hex_words([second[token]])[0])
+    words = changed_at(made["logprobs"], 0, hex_words([second[token]])[0])
     assert "token 0 " in only_problem(llm, forged(made, token_ids=[token, *made["token_ids"][1:]], logprobs=words))
 
 

@@ -113,8 +113,8 @@ class LLM:
         if self.device.type == "cuda":
             need = Model(self.config, self.ops, torch.device("meta"), *part).weight_bytes
             if need > (free := torch.cuda.mem_get_info(self.device)[0]):
-                raise ValueError(f"the weights take {need / 1e9:.1f} GB of a GPU, where {free / 1e9:.1f} are free: with a "
-                                 "larger tensor_parallel_size each takes less")
+                raise ValueError(f"the weights take {need / 1e9:.1f} GB of a GPU, where {free / 1e9:.1f} are free: "
+                                 "with a larger tensor_parallel_size each takes less")
         self.model = Model(self.config, self.ops, self.device, *part)
         self.ranks.start(self, options | {"model": self.folder, "revision": None, "progress": False})
         if load_format == "dummy":

@@ -137,5 +137,5 @@ def test_weights_that_do_not_fit(tmp_path):
     """Qwen3-235B-A22B, before anything is allocated: 470 GB, as its checkpoint has."""
     config = QWEN3_30B_A3B | {"hidden_size": 4096, "num_hidden_layers": 94, "moe_intermediate_size": 1536,
                               "num_attention_heads": 64}
-    with pytest.raises(ValueError, match="the weights take 470.2 GB of a GPU, where .* GB are free: with a larger"):
+    with pytest.raises(ValueError, match="the weights take 470.2 GB of a GPU, where .* are free: with a larger"):
         engine(write_config(tmp_path / "model", config), device="cuda")

@@ -107,8 +107,8 @@ class Runner:
         ids = [seq.token_ids[start : start + count] for seq, start, count in zip(seqs, starts, counts, strict=True)]
         slots = tables[np.repeat(np.arange(len(seqs)), counts), positions // KV_TILE] * KV_TILE + positions % KV_TILE
         model, seq_lens = self.model, starts + counts
-        group, head = model.num_heads // model.num_kv_heads, (model.config.head_dim, model.dtype.itemsize)
-        prefill = plan_prefill(offsets, counts, seq_lens, self.ops.query_tile(group, *head))
+        group, row_bytes = model.num_heads // model.num_kv_heads, model.config.head_dim * model.dtype.itemsize
+        prefill = plan_prefill(offsets, counts, seq_lens, self.ops.query_tile(group, row_bytes))
         # Splits are dealt out where a sequence alone would take much longer than its share of all the work.
         splits = -(-seq_lens[counts == 1] // KV_SPLIT)
         walkers = self.ops.decode_programs // model.most_kv_heads  # all ranks must split, and capture, alike

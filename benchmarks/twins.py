@@ -100,7 +100,7 @@ def library(ops: Ops, programs: int | None = None):
         """Plan each step of `runner` for the split chosen for it. A CUDA graph holds the split it was captured with,
         so there is a set of graphs for each."""
         plan, graphs, config = runner._plan, defaultdict(dict), runner.model.config
-        tile = ops.query_tile(config.num_heads // config.num_kv_heads, config.head_dim, runner.kv_cache.itemsize)
+        tile = ops.query_tile(config.num_heads // config.num_kv_heads, config.head_dim * runner.kv_cache.itemsize)
 
         def planned(seqs):
             split = chosen["split"] = split_for(seqs, tile, config.num_kv_heads)

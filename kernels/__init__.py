@@ -17,7 +17,7 @@ import torch
 @dataclass(frozen=True)
 class Ops:
     """All that a model and a sampler call, so that a test may swap in another; see the launchers for shapes. Schedule:
-    `query_tile(group, head_dim, dtype_bytes)`, query tokens a prefill work item holds, by heads a KV head and a head;
+    `query_tile(group, row_bytes)`, query tokens a prefill work item holds, by heads a KV head and bytes a head;
     `decode_programs`, programs of decode attention that run at once (0 never shares a sequence among them)."""
     name: str
     weight_dtype: Callable[[torch.dtype], torch.dtype]
@@ -32,7 +32,7 @@ class Ops:
     logprobs: Callable
     argmax: Callable
     sample: Callable
-    query_tile: Callable[[int, int, int], int]
+    query_tile: Callable[[int, int], int]
     decode_programs: int
 
 
@@ -68,7 +68,7 @@ def reference_ops() -> Ops:
     from kernels import reference as ref
     return Ops("reference", lambda dtype: torch.float32, ref.embedding, ref.rms_norm, ref.linear, ref.gated_linear,
                ref.rotary_and_cache, ref.paged_attention, ref.route, ref.combine, ref.logprobs, ref.argmax, ref.sample,
-               query_tile=lambda group, *_: max(16, group) // group, decode_programs=0)
+               query_tile=lambda group, row_bytes: max(16, group) // group, decode_programs=0)
 
 
 def triton_ops(device: torch.device, schedule: str = "auto", table=None) -> Ops:
@@ -91,11 +91,11 @@ def triton_ops(device: torch.device, schedule: str = "auto", table=None) -> Ops:
         return experts.route(x, logits, top_k, normalise, tile, rows, tallies, here)
 
     def run_attention(q, k_cache, v_cache, work, scale, **options):
-        decode, prefill = table.attention_for(q.shape[2], q.element_size())
+        decode, prefill = table.attention_for(q.shape[2] * q.element_size())
         many = work.grid[1] * k_cache.shape[1] > table.decode_programs
         return attention.paged_attention(q, k_cache, v_cache, work, scale, decode[many], prefill, **options)
 
     return Ops("triton", lambda dtype: dtype, embedding, norm.rms_norm, run_linear, partial(run_linear, gated=True),
                norm.rotary_and_cache, run_attention, run_route, experts.combine, sample.logprobs, sample.argmax,
-               sample.sample, lambda group, *head: max(table.attention_for(*head)[1].BLOCK_M, group) // group,
+               sample.sample, lambda group, width: max(table.attention_for(width)[1].BLOCK_M, group) // group,
                table.decode_programs)

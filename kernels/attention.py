@@ -158,22 +158,16 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
     (_, num_heads, head_dim), num_kv_heads = q.shape, k_cache.shape[1]
     rows = triton.next_power_of_2(num_heads // num_kv_heads)  # of one query token
     outs = tuple(out or [torch.empty_like(q)])
-    stride, scale_log2e = outs[0].stride(0), scale * 1.4426950408889634
+    stride = outs[0].stride(0)
     ml, acc = (q.new_empty((max(1, work.max_partials), num_heads, n), dtype=torch.float32) for n in (2, head_dim))
     launches = (work.prefill_items, prefill, False), (work.decode_items, decode, work.max_partials > 0)
     for count, (items, schedule, partial) in enumerate(launches):
-        if work.grid[count] and schedule.specialised:
-            from kernels.prefill import pages_of, prefill_kernel  # Gluon, which is Hopper's alone here
-            prefill_kernel[(work.grid[count] * num_kv_heads,)](
-                q, pages_of(k_cache), pages_of(v_cache), work.block_tables, work.positions, items, outs,
-                work.block_tables.stride(0), scale_log2e, stride, num_heads, num_kv_heads, kv_split, num_warps=4,
-                maxnreg=168, enable_fp_fusion=False)
-        elif work.grid[count]:
+        if work.grid[count]:
             pages = [TensorDescriptor.from_tensor(c.view(-1, head_dim), [KV_TILE, head_dim]) if schedule.tma else c
                      for c in (k_cache, v_cache)]
             paged_attention_kernel[(work.grid[count] * num_kv_heads,)](
                 q, k_cache, v_cache, *pages, work.block_tables, work.positions, items, work.counts, outs, ml, acc,
-                work.block_tables.stride(0), scale_log2e, stride, count, num_heads, num_kv_heads,
+                work.block_tables.stride(0), scale * 1.4426950408889634, stride, count, num_heads, num_kv_heads,
                 head_dim, KV_TILE, kv_split, partial, max(schedule.BLOCK_M, rows), schedule.skip_mask, schedule.tma,
                 num_warps=schedule.num_warps, num_stages=schedule.num_stages, enable_fp_fusion=False)
     if work.max_partials:

@@ -74,14 +74,12 @@ class LinearSchedule:
 
 @dataclass(frozen=True)
 class AttentionSchedule:
-    """BLOCK_M query rows (tokens x heads of one KV group) a program; full tiles may skip the mask; `tma` as above.
-    `specialised`: by kernels/prefill.py, whose 8 warps compute, while another fetches 4 pages ahead."""
+    """BLOCK_M query rows (tokens x heads of one KV group) a program; full tiles may skip the mask; `tma` as above."""
     BLOCK_M: int
     num_warps: int
     num_stages: int
     skip_mask: bool = True
     tma: bool = False
-    specialised: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,14 +105,10 @@ class Schedules:
 
         return min((s for s in found if s.fits(out_bytes)), key=time)
 
-    def attention_for(self, head_dim: int, dtype_bytes: int = 2) -> tuple[tuple[AttentionSchedule, ...],
-                                                                          AttentionSchedule]:
-        """(decode, prefill). Wide rows (fp32, or head_dim 256) keep to one small tile: 42 KiB of shared memory for
-        16 bits x 256, 72 for fp32 x 128, 144 for fp32 x 256."""
-        if head_dim * dtype_bytes > 256:
-            return (WIDE, WIDE), WIDE
-        special = self.prefill.specialised and (dtype_bytes > 2 or head_dim < 64)
-        return self.decode, WALK if special else self.prefill
+    def attention_for(self, row_bytes: int) -> tuple[tuple[AttentionSchedule, AttentionSchedule], AttentionSchedule]:
+        """(decode, prefill) for rows of head_dim x itemsize bytes. Wide rows (fp32, or head_dim 256) keep to one small
+        tile: 42 KiB of shared memory for 16 bits x 256, 72 for fp32 x 128, 144 for fp32 x 256."""
+        return ((WIDE, WIDE), WIDE) if row_bytes > 256 else (self.decode, self.prefill)
 
 
 ANY = 1 << 62
@@ -140,7 +134,7 @@ HOPPER = Schedules("hopper", linear=(
     (ANY, (LinearSchedule(128, 256, 64, 8, 3, tma=True), LinearSchedule(128, 128, 64, 4, 5, tma=True)),
      (LinearSchedule(128, 128, 64, 8, 5, split=True, tma=True),))),
     decode=(AttentionSchedule(16, 4, 3, tma=True), AttentionSchedule(16, 2, 2, tma=True)),
-    prefill=AttentionSchedule(128, 8, 4, specialised=True))
+    prefill=AttentionSchedule(64, 4, 2, tma=True))
 
 
 def schedules(name: str, capability: tuple[int, int]) -> Schedules:

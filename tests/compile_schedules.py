@@ -14,8 +14,6 @@ from pathlib import Path
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -43,9 +41,6 @@ def source(kernel: JITFunction, bound: dict) -> tuple[ASTSource, dict]:
             signature[param.name], constants[param.name] = "constexpr", value
         elif isinstance(value, TensorDescriptor):
             signature[param.name] = f"tensordesc<{TYPES[value.base.dtype][1:]}{list(value.block_shape)}>"
-        elif isinstance(value, GluonDescriptor):
-            block = f"{TYPES[value.base.dtype][1:]}{list(value.block_shape)}"
-            signature[param.name] = f"tensordesc<{block},{value.layout!r}>"
         elif isinstance(value, tuple):  # of tensors
             signature[param.name] = tuple(TYPES[one.dtype] for one in value)
             attributes |= {(i, j): [["tt.divisibility", 16]] for j in range(len(value))}
@@ -56,8 +51,7 @@ def source(kernel: JITFunction, bound: dict) -> tuple[ASTSource, dict]:
             signature[param.name] = "fp32" if isinstance(value, float) else "i32"
             if isinstance(value, int) and value % 16 == 0 and not param.do_not_specialize:
                 attributes[(i,)] = [["tt.divisibility", 16]]
-    made = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
-    return made(kernel, signature, constants, attributes), constants
+    return ASTSource(kernel, signature, constants, attributes), constants
 
 
 def meta(*shape, dtype=torch.bfloat16):
@@ -94,7 +88,7 @@ def launch_table(table: tiles.Schedules, rows: int) -> None:
     for dtype, D, one in ((torch.bfloat16, 128, work), (torch.bfloat16, 128, walked),
                           (torch.bfloat16, 256, only_prefill), (torch.float32, 128, only_prefill)):
         cache = meta(100, 8, 64, D, dtype=dtype)
-        decodes, prefill = table.attention_for(D, dtype.itemsize)
+        decodes, prefill = table.attention_for(D * dtype.itemsize)
         for decode in decodes:
             for out in (None, [meta(rows, 64 * D, dtype=dtype)[:, : 32 * D] for _ in range(2)]):
                 attention.paged_attention(meta(rows, 32, D, dtype=dtype), cache, cache, one, 0.1, decode, prefill, out)
@@ -121,11 +115,8 @@ def launch_selfcheck(table: tiles.Schedules) -> None:
                       meta(16384, dtype=torch.int32), gated=True, routing=routing)
 
 
-def written_scores(kernel: str, constants: dict, options: dict) -> int:
-    """Scores of attention that a thread computes in the code of its loops, one or two; 0 for another kernel. Prefill on
-    Hopper has its first tile's before the loop, and the code of two warpgroups."""
-    if kernel == "prefill_kernel":
-        return 4 * 64 * tiles.KV_TILE // 128
+def written_scores(constants: dict, options: dict) -> int:
+    """Scores of attention that a thread computes in the code of its loops, one or two; 0 for another kernel."""
     if "SKIP_MASK" not in constants:
         return 0
     return constants["BLOCK_M"] * constants["TILE"] * (1 + constants["SKIP_MASK"]) // (32 * options["num_warps"])
@@ -161,7 +152,7 @@ def main() -> None:
             code = result.asm.get("ptx") or result.asm["amdgcn"]
             print(json.dumps({
                 "kernel": kernel.__name__, "target": target, "table": table.name, "shared": result.metadata.shared,
-                "constants": str(constants), "scores": written_scores(kernel.__name__, constants, options),
+                "constants": str(constants), "scores": written_scores(constants, options),
                 "fp32": "fp32" in next(iter(src.signature.values())),
                 "float_atomics": len(re.findall(r"(atom|red)\.[\w.:]*\.b?f\d+|atomic_(pk_)?add_[bf]\d+", code)),
                 # bf16 is left out: sm_80 has no bf16 multiply and spells it fma(a, b, -0).

@@ -204,7 +204,7 @@ def attention_case(ops, dtype, query_lens, seq_lens, heads, kv_heads, D, split, 
         dense.append((k.double(), v.double()))
     starts = np.cumsum(query_lens) - np.array(query_lens)
     positions = np.concatenate([np.arange(s - q, s) for q, s in zip(query_lens, seq_lens, strict=True)])
-    prefill = plan_prefill(starts, query_lens, seq_lens, ops.query_tile(heads // kv_heads, D, dtype.itemsize))
+    prefill = plan_prefill(starts, query_lens, seq_lens, ops.query_tile(heads // kv_heads, D * dtype.itemsize))
     decode, merges = plan_decode(starts, query_lens, seq_lens, 3 if split else 0)
     grid = len(prefill), len(decode), len(merges)
     tensors = [place(ops, torch.from_numpy(np.ascontiguousarray(a, dtype=np.int32)))

@@ -24,7 +24,6 @@ NUMERICS = {  # kernel -> constants that decide bits; they may not change with t
     "rms_norm_kernel": ("BLOCK", "num_warps"),
     "rotary_and_cache_kernel": ("HEADS", "BLOCK_SIZE", "num_warps"),
     "paged_attention_kernel": ("TILE", "SPLIT"),
-    "prefill_kernel": ("SPLIT",),
     "logprobs_kernel": ("SCALE_BITS",),
     "sample_kernel": ("SCALE_BITS",),
     "choose_kernel": ("SCALE_BITS", "TOP_K"),

@@ -140,8 +140,9 @@ def check_attention(device, dtype, table: Schedules, shapes, length: int = 1111)
 
     for heads, kv_heads, head_dim in shapes:
         q, k, v, blocks = attention_inputs(device, dtype, heads, kv_heads, head_dim, length)
-        decodes, prefill = table.attention_for(head_dim, dtype.itemsize)
-        reference = REFERENCE.attention_for(head_dim, dtype.itemsize)[1]
+        row_bytes = head_dim * dtype.itemsize
+        decodes, prefill = table.attention_for(row_bytes)
+        reference = REFERENCE.attention_for(row_bytes)[1]
         group = heads // kv_heads
 
         def run(rows, schedule, query_tile, slots=0):

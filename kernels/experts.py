@@ -55,7 +55,7 @@ def group_kernel(x_ptr, experts_ptr, tallies_ptr, places_ptr, rows_ptr, tiles_pt
     tl.store(rows_ptr + places.to(tl.int64)[:, None] * K + columns, x, mask=here[:, None] & (columns < K))
     of = tl.sum((ends[None, :] <= slots[:, None]).to(tl.int32), 1)  # of tiles, of which there are no more than slots
     tl.store(tiles_ptr + 2 + slots, of - first_here, mask=of < EXPERTS)
-    tl.store(tiles_ptr + 0 * ids, ends - tiles, mask=ids == first_here)
+    tl.store(tiles_ptr + 0 * ids, ends - tiles, mask=ids == first_here)  # by the thread that holds it
     tl.store(tiles_ptr + 0 * ids + 1, ends, mask=ids == last_here)
 
 

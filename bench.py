@@ -59,6 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
         "several engines that share a GPU need (default: what the memory allows)")
     add("--tensor-parallel-size", type=int, metavar="N", help="GPUs that share the model (default: 1)")
     add("--tp-style", choices=["column", "row"], help="how they share it (default: the engine's)")
+    add("--expert-parallel", action="store_true", default=None, help="GPUs share experts out, not the columns of each")
     add("--threads", type=int, metavar="N", help="CPU threads (default: 1 for small workloads, which gain nothing from "
         "more and lose much on a busy machine)")
     add("--json", metavar="FILE", help="write the result to this file, too, as it grows")

@@ -111,6 +111,7 @@ class LLM:
         part = (self.dtype, max_model_len or limit, self.ranks.rank, self.ranks.size,
                 tp_style == "row" and self.ranks.size > 1, expert_parallel and self.ranks.size > 1)
         if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # of an engine before this one
             need = Model(self.config, self.ops, torch.device("meta"), *part).weight_bytes
             if need > (free := torch.cuda.mem_get_info(self.device)[0]):
                 raise ValueError(f"the weights take {need / 1e9:.1f} GB of a GPU, where {free / 1e9:.1f} are free: "

@@ -177,7 +177,7 @@ def deal(count: int, ranks: int, unit: int = 0) -> list[range]:
     return [range(a, b) for a, b in zip(borders, borders[1:])]
 
 
-def shard(c: ModelConfig, size: int) -> SimpleNamespace:
+def shard(c: ModelConfig, size: int, by_experts: bool = False) -> SimpleNamespace:
     """The rows of weights, so the columns of products, that each of `size` ranks owns; ValueError names what cannot be
     dealt to so many. q, kv: KV heads with the query heads that read them; of more ranks, a multiple, several hold the
     same KV head and deal out its query heads. The others by their names in the config."""
@@ -189,7 +189,8 @@ def shard(c: ModelConfig, size: int) -> SimpleNamespace:
     names = ["hidden_size", "intermediate_size", "vocab_size"]
     names += ["moe_intermediate_size", "num_experts"] if c.num_experts else []
     cuts = {"num_heads": q} | {name: deal(getattr(c, name), size, name == "num_experts") for name in names}
-    if small := [name for name, cut in cuts.items() if not all(cut)]:
+    unused = "moe_intermediate_size" if by_experts else "num_experts"
+    if small := [name for name, cut in cuts.items() if not all(cut) and name != unused]:
         raise ValueError(f"{small[0]} {getattr(c, small[0])} is too small for tensor_parallel_size {size}")
     return SimpleNamespace(q=q, kv=kv, **cuts)
 
@@ -202,16 +203,16 @@ class Linear(NamedTuple):
 
 
 class Model:
-    """A decoder-only transformer over `ops`, or the part of it that rank `rank` of `size` owns. `weights` maps every
-    Hugging Face tensor name to the view of the (merged) parameter that holds the rank's part of it, `whole` to its
-    whole shape and the index of that part; loading and random weights write through them. `num_heads` and
-    `num_kv_heads` are the rank's, `most_kv_heads` the most that one has; `exchange`: how to get the others' columns."""
+    """A decoder-only transformer over `ops`, or the part of it that rank `rank` of `size` owns. `whole` maps every
+    Hugging Face tensor name to its whole shape and the index of the rank's part of it; `weights`, where there is one,
+    to the view of the (merged) parameter that holds it: loading and random weights write through them. `num_heads` and
+    `num_kv_heads` are the rank's, `most_kv_heads` the most that one has; `exchange`: how to get what others compute."""
 
     def __init__(self, config: ModelConfig, ops: Ops, device: torch.device, dtype: torch.dtype, max_model_len: int,
                  rank: int = 0, size: int = 1, by_rows: bool = False, by_experts: bool = False):
         self.config, self.ops, self.device, self.dtype = config, ops, device, dtype
         self.rank, self.size, self.by_rows, self.by_experts = rank, size, by_rows, by_experts
-        self.exchange, self.cuts, self.weights, self.whole = None, shard(config, size), {}, {}
+        self.exchange, self.cuts, self.weights, self.whole = None, shard(config, size, by_experts), {}, {}
         c, D, cuts = config, config.head_dim, self.cuts
         self.num_heads, self.num_kv_heads = len(cuts.q[rank]) // D, len(cuts.kv[rank]) // D
         self.most_kv_heads = max(map(len, cuts.kv)) // D
@@ -317,7 +318,8 @@ class Model:
         """The most that exchanges of a step carry, by buffer: ODD, EVEN, LOGITS, ROWS."""
         c, rows = self.config, max(num_tokens, num_seqs)
         slots = rows * c.num_experts_per_tok + 128 * c.num_experts  # tiles are filled up to 128 rows at most
-        wide = max(rows * max(c.num_heads * c.head_dim, c.intermediate_size), slots * c.moe_intermediate_size)
+        wide = max(rows * max(c.num_heads * c.head_dim, c.intermediate_size),
+                   slots * c.moe_intermediate_size * (not self.by_experts))
         sums, logits = rows * c.hidden_size * 4, max(num_seqs, LOGITS_SLAB) * c.vocab_size * 4
         by_expert = slots * c.hidden_size * self.by_experts
         return [max(sums, wide * self.dtype.itemsize), sums, max(sums, logits), by_expert * self.dtype.itemsize]

@@ -29,7 +29,8 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("error: no GPU here, and nothing runs ahead on a CPU", file=sys.stderr)
         return 2
-    steps = args.tokens - 1
+    if (steps := args.tokens - 1) < 1:
+        parser.error("--tokens must be at least 2: the first takes no step")
     llm = LLM(**model_options(args.model, True)[1], progress=False)
     rng = random.Random(2)
     prompts = [[rng.randrange(1, llm.config.vocab_size) for _ in range(128)] for _ in range(max(args.batch))]

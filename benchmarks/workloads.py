@@ -25,7 +25,8 @@ FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attentio
 MORE = {"qwen3-30b-a3b": {"architectures": ["Qwen3MoeForCausalLM"], "num_key_value_heads": 4, "num_experts": 128,
                           "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}}
 # Arguments of the engine that a bench may set.
-LIMITS = ("max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override", "tensor_parallel_size", "tp_style")
+LIMITS = ("max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override", "tensor_parallel_size", "tp_style",
+          "expert_parallel")
 
 
 def model_options(name: str | None, on_gpu: bool) -> tuple[str, dict]:

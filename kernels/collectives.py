@@ -1,6 +1,6 @@
-"""What ranks of tensor parallelism exchange: columns, so that every sum is one rank's own and none crosses (design
-law 6), or, in the row style, partial sums in fp32, which are added in rank order. Each computes its part, and all get
-the whole: the same bits, whatever carries them."""
+"""What ranks of tensor parallelism exchange: columns, or rows of whole experts, so that every sum is one rank's own and
+none crosses (design law 6); in the row style partial sums in fp32, which are added in rank order. Each computes its
+part, and all get the whole: the same bits, whatever carries them."""
 
 import re
 import secrets
@@ -26,11 +26,12 @@ class Group:
                out: torch.Tensor | None = None) -> torch.Tensor:
         """The whole [M, cut[-1].stop] of `dtype`: `out` if given, else a tensor that stays until its buffer's next use.
         cut: the columns of each rank; buffer: where they travel. compute(out=places) writes this rank's to each of
-        several places, [M, len(cut[rank])] of one row stride; compute() returns them.
+        several places, [M, len(cut[rank])] of one row stride; compute() returns them. By ROWS a rank has whole
+        rows, and zeros in those of others.
 
         Reduction order: none; a copy.
         Schedule: how the columns travel."""
-        if buffer == ROWS:  # all columns, and zeros in others' rows: as bytes they are added
+        if buffer == ROWS:  # as bytes they are added
             return self._parts(compute, M, cut[0].stop).view(torch.uint8).sum(0, dtype=torch.uint8).view(dtype)
         x, width = compute().view(M, -1), max(map(len, cut))
         parts = self._parts(lambda: x if x.shape[1] == width else F.pad(x, (0, width - x.shape[1])), M, width)

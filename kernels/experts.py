@@ -72,13 +72,18 @@ def route(x: torch.Tensor, logits: torch.Tensor, top_k: int, normalise: bool, ti
     (M, K), E, S, here = x.shape, logits.shape[1], len(x) * top_k, here or range(logits.shape[1])
     size, slots, columns, block = map(triton.next_power_of_2, (E, top_k, K, 512 if S <= 512 else chunk * top_k))
     assert x.is_contiguous() and logits.is_contiguous() and logits.dtype == torch.float32 and 0 < top_k <= E
-    assert triton.cdiv(M, chunk) * size <= len(tallies), "too many tokens"
+    if triton.cdiv(M, chunk) * size > len(tallies):
+        raise ValueError(f"{M} tokens a step are too many for {E} experts: lower max_num_batched_tokens")
     weights, gathered = logits.new_empty((M, top_k)), x.new_empty(((num_tiles := min(S, S // tile + E)) * tile, K))
     tiles, (experts, places) = tallies.new_empty(2 + num_tiles), tallies.new_empty((2, M, top_k))
-    choose_kernel[(M,)](logits, weights, experts, tallies, E, top_k, normalise, LOGPROB_SCALE_BITS, chunk, size,
-                        num_warps=4, enable_fp_fusion=False)
-    group_kernel[(M,)](x, experts, tallies, places, gathered, tiles, here[0], here[-1], top_k, tile, chunk, size, block,
-                       slots, K, columns, num_warps=8, enable_fp_fusion=False)
+    try:
+        choose_kernel[(M,)](logits, weights, experts, tallies, E, top_k, normalise, LOGPROB_SCALE_BITS, chunk, size,
+                            num_warps=max(4, size // 32), enable_fp_fusion=False)
+        group_kernel[(M,)](x, experts, tallies, places, gathered, tiles, here[0], here[-1], top_k, tile, chunk, size,
+                           block, slots, K, columns, num_warps=8, enable_fp_fusion=False)
+    except BaseException:
+        tallies.zero_()  # one kernel without the other would leave its counts to the next call
+        raise
     return Routing(gathered, weights, places, tiles, tile, len(here), len(here) < E, rows)
 
 

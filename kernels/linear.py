@@ -103,7 +103,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, lea
 
     x: [M, K] bf16, fp16 or fp32, contiguous
     weight: [N, K], dtype of x, contiguous; bias: [N] or None
-    routing: None, or of a weight [num_experts * N, K] which rows each row tile of x meets; tiles not in use stay as is
+    routing: None, or of a weight [num_experts * N, K] which rows each row tile of x meets. Tiles not in use stay as
+        they are; if `routing.is_part`, a new result (not a gated one) has zeros in the tiles of other ranks
     arrived: [>= tiles] int32 zeros, left zero: the arrival counters of a split sum
     out: [M, N] ([M, N / 2] if gated) in `out_dtype`, or several of one row stride that all get the result
     returns the (first) `out`, or a new tensor if there is none
@@ -116,7 +117,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, lea
     N, width = len(weight) // (routing.num_experts if routing else 1), 2 if gated else 1
     assert weight.shape[1] == K and x.dtype == weight.dtype, (x.shape, x.dtype, weight.shape, weight.dtype)
     assert x.is_contiguous() and weight.is_contiguous() and (routing is None or routing.tile == schedule.BLOCK_M)
-    new = x.new_zeros if routing and routing.is_part else x.new_empty
+    new = x.new_zeros if routing and routing.is_part and not gated else x.new_empty  # of others' rows: ranks add them
     outs = out if isinstance(out, list) else [new((M, N // width), dtype=out_dtype) if out is None else out]
     out, stride = outs[0], outs[0].stride(0)
     assert all(o.shape == (M, N // width) and o.stride() == (stride, 1) and o.dtype == out_dtype for o in outs)

@@ -8,6 +8,7 @@ from test_parallel import cells, compare, engine, write_config
 
 import kernels
 from kernels import same_bits
+from model import ModelConfig, shard
 from sampler import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -112,8 +113,28 @@ def test_tallies_are_never_reset():
         assert same_bits(found.places, expected.places)
         assert same_bits(*(routing.tiles[: 2 + expected.tiles[1]] for routing in (found, expected)))
     assert tallies.min() < 0, "none has overflowed"
-    with pytest.raises(AssertionError, match="too many tokens"):
-        route(x, logits, 2, True, 16, 1, tallies[:20], chunk=1)
+    with pytest.raises(ValueError, match="20 tokens a step are too many for 33 experts: lower max_num_batched_tokens"):
+        route(random(ops, 20, 16), random(ops, 20, 33), 2, True, 16, 1, tallies[:20], chunk=1)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_call_that_fails_between_its_kernels_leaves_no_count(monkeypatch, error):
+    """Else the next call's rows would lie behind those of tokens that are long gone, outside of its memory."""
+    from kernels import experts
+
+    ops, tallies = kernels.triton_ops(DEVICE), torch.zeros((256, 3), dtype=torch.int32, device=DEVICE)
+    x, logits = random(ops, 20, 16), random(ops, 20, 8)
+    expected = experts.route(x, logits, 2, True, 16, 1, tallies)
+
+    class Failing:
+        def __getitem__(self, grid):
+            raise error
+
+    with monkeypatch.context() as patch, pytest.raises(error):
+        patch.setattr(experts, "group_kernel", Failing())
+        experts.route(x, logits, 2, True, 16, 1, tallies)
+    found = experts.route(x, logits, 2, True, 16, 1, tallies)
+    assert same_bits(found.places, expected.places)
 
 
 @pytest.mark.parametrize("top_k, E, favoured", [(1, 4, [2]), (3, 6, [0, 4, 5]), (2, 3, [])],
@@ -183,6 +204,9 @@ def test_a_rank_computes_the_rows_of_its_experts(ops):
         out = ops.linear(routing.x, own, None, 1, torch.float32, routing=routing)
         assert ops.name == "reference" or routing.x.isnan().any(1).sum() > whole.x.isnan().any(1).sum()
         mine = torch.tensor([e in here for of in ids_of(whole) for e in of], device=places.device)
+        tiles = set((places[mine] // routing.tile).tolist())
+        assert tiles == set(range(*routing.tiles[:2].tolist())), "it computes the tiles of its experts, and no other"
+        assert (out[places[~mine]] == 0).all(), "what ranks add"
         found[places[mine]] = out[places[mine]]
     assert same_bits(found[places], expected[places])
 
@@ -211,9 +235,14 @@ def test_ranks_change_no_bit(size, expert_parallel, tmp_path):
 
 
 def test_experts_for_fewer_ranks_are_refused(tmp_path):
-    folder = write_config(tmp_path / "model", SHARED | {"num_experts": 3})
+    config = SHARED | {"num_experts": 3}
     with pytest.raises(ValueError, match="num_experts 3 is too small for tensor_parallel_size 4"):
-        engine(folder, 4, expert_parallel=True)
+        engine(write_config(tmp_path / "model", config), 4, expert_parallel=True)
+    assert all(map(len, shard(ModelConfig.from_dict(config), 4).moe_intermediate_size)), "by columns they are not"
+    narrow = ModelConfig.from_dict(SHARED | {"moe_intermediate_size": 100})
+    with pytest.raises(ValueError, match="moe_intermediate_size 100 is too small"):
+        shard(narrow, 4)
+    assert all(map(len, shard(narrow, 4, by_experts=True).num_experts)), "nor narrow ones by experts"
 
 
 def test_the_row_style_is_refused(tmp_path):

@@ -78,9 +78,11 @@ def test_whole_models(name, tmp_path):
 
 @several
 @pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
-def test_where_gpus_do_not_reach_each_other(eager, tmp_path, monkeypatch):
+@pytest.mark.parametrize("config, by_experts", [(BIG, False), (SHARED, True)], ids=["dense", "experts"])
+def test_where_gpus_do_not_reach_each_other(config, by_experts, eager, tmp_path, monkeypatch):
     monkeypatch.setenv("SAMEBITS_SYMMETRIC_MEMORY", "0")
-    compare(write_config(tmp_path / "model", BIG), 2, cells()[:3], "torch.distributed", enforce_eager=eager)
+    compare(write_config(tmp_path / "model", config), 2, cells()[:3], "torch.distributed", enforce_eager=eager,
+            expert_parallel=by_experts)
 
 
 @several

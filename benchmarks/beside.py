@@ -5,7 +5,8 @@
     VLLM_BATCH_INVARIANT=1 BENCH_ONLY=A,C,D,B,E,G python bench_vllm.py > invariant.jsonl
     python benchmarks/beside.py ours.json default.jsonl [invariant.jsonl] --json FILE --plot FILE.png
 
-Without the third, its figures are those of another run (peers.json), and the file says so.
+Without the third, its figures are those of another run (peers.json), and the file says so; of another model than that
+run's there are none.
 
 A peer's file has one JSON object a line: {"ev": "ready", "t": seconds since its start} and {"ev": "result", "w": the
 workload, "wall_s": ..., "step_ms": ...}. Prints the table that the README shows, and the ratios.
@@ -49,23 +50,22 @@ def main() -> int:
     found = {"vllm_default": peer_figures(args.default)}
     if args.invariant:
         found["vllm_batch_invariant"] = peer_figures(args.invariant)
-    else:
-        known = report.load_peers()
+    elif ours["model"] == (known := report.load_peers())["shape"]:
         measured = known["peers"]["vLLM BI"] | {"start_cold_s": known["peers"]["vLLM BI"]["start_s"]}
         found["vllm_batch_invariant"] = {name: min(measured[name]) for name in FIGURES if name in measured}
     result = {"env": ours["env"], "samebits": {name: ours.get(name) for name in FIGURES},
               **{peer: {name: values.get(name) for name in FIGURES} for peer, values in found.items()}}
-    if not args.invariant:
+    if not args.invariant and "vllm_batch_invariant" in found:
         result["vllm_batch_invariant"]["source"] = "another run: " + known["source"]
     peer = found["vllm_default"]
-    report.table("on one GPU, in one hour", ["", "samebits", *PEERS, "default/samebits"], [
+    report.table("on one GPU, in one hour", ["", "samebits", *found, "default/samebits"], [
         [name, ours.get(name), *[values.get(name) for values in found.values()],
          f"{peer[name] / ours[name]:.2f}" if ours.get(name) and name in peer else None] for name in FIGURES])
     if args.json:
         Path(args.json).write_text(json.dumps(result | {"details": ours}, indent=1) + "\n")
     if args.plot:
         report.plot(ours, {peer: {"what": what} | {name: [value] for name, value in found[peer].items()}
-                           for peer, what in PEERS.items()}, args.plot)
+                           for peer, what in PEERS.items() if peer in found}, args.plot)
     return 0
 
 

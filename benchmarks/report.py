@@ -114,10 +114,11 @@ def plot(result: dict, peers: dict, file: str) -> None:
                             if f"{n}_wall_s" in peer} for peer in peers.values()}
     bars = {label: points for label, points in bars.items() if points}
     for i, (label, points) in enumerate(bars.items()):
-        places = [list(walls).index(n) + (i - len(bars) / 2) * 0.16 for n in points]
+        places = [list(walls).index(n) + (i - (len(bars) - 1) / 2) * 0.16 for n in points]
         color = "lightgrey" if label == "floor" else f"C{list(lines).index(label)}"
         through.bar(places, list(points.values()), 0.16, label=label, color=color)
     through.set(title="throughput", ylabel="output tokens/s", xticks=range(len(walls)), xticklabels=list(walls))
+    through.set_ylim(top=through.get_ylim()[1] * 1.25)  # room for the legend
     if rest:
         efficiency(rest[0], result["kernels"])
     for axes in (steps, through, *rest):

@@ -108,6 +108,8 @@ class LLM:
         limit = self.config.max_position_embeddings
         if max_model_len is not None and not 1 <= max_model_len <= limit:
             raise ValueError(f"max_model_len {max_model_len} must be between 1 and {limit}, the model's own limit")
+        if expert_parallel and not self.config.num_experts:
+            raise ValueError("expert_parallel is for a mixture of experts, and this model has none")
         part = (self.dtype, max_model_len or limit, self.ranks.rank, self.ranks.size,
                 tp_style == "row" and self.ranks.size > 1, expert_parallel and self.ranks.size > 1)
         if self.device.type == "cuda":

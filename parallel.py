@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from multiprocessing import connection, get_context, parent_process, util
 
 import torch
@@ -161,7 +162,9 @@ def run(rank: int, pipe: connection.Connection, first_gpu: int | None, options: 
         LLM(**options, _ranks=Ranks(options["tensor_parallel_size"], rank, pipe))
     except BaseException as error:
         if not isinstance(error, EOFError):  # which tells that rank 0 gave up
-            pipe.send(said := f"rank {rank} failed: {type(error).__name__}: {error}")
+            said = f"rank {rank} failed: {type(error).__name__}: {error}"
+            with suppress(OSError):  # rank 0 may be gone
+                pipe.send(said)
             time.sleep(5)  # if rank 0 is starting, or fails likewise, it raises an error and ends this process
             print(f"error: {said}", file=sys.stderr, flush=True)
     os._exit(1)

@@ -26,7 +26,7 @@ def file_digest(file: Path) -> str:
     if blob.parent.name == "blobs" and re.fullmatch("[0-9a-f]{64}", blob.name):
         return blob.name
     digest, shown = hashlib.sha256(), {"total": file.stat().st_size, "desc": f"digest of {file.name}", "leave": False}
-    with open(file, "rb") as raw, tqdm.wrapattr(raw, "read", **shown) as stream:
+    with open(file, "rb") as raw, tqdm.wrapattr(raw, "read", disable=None, **shown) as stream:  # None: to a terminal
         while chunk := stream.read(1 << 24):
             digest.update(chunk)
     return digest.hexdigest()

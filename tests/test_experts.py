@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import DEVICE, HAS_GPU, TINY_MOE
 from test_kernels import close, place, random
-from test_parallel import cells, compare, engine, write_config
+from test_parallel import QWEN3, cells, compare, engine, write_config
 
 import kernels
 from kernels import same_bits
@@ -243,6 +243,11 @@ def test_experts_for_fewer_ranks_are_refused(tmp_path):
     with pytest.raises(ValueError, match="moe_intermediate_size 100 is too small"):
         shard(narrow, 4)
     assert all(map(len, shard(narrow, 4, by_experts=True).num_experts)), "nor narrow ones by experts"
+
+
+def test_experts_of_a_dense_model_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="expert_parallel is for a mixture of experts, and this model has none"):
+        engine(write_config(tmp_path / "model", QWEN3), 1, expert_parallel=True)
 
 
 def test_the_row_style_is_refused(tmp_path):

@@ -2,11 +2,13 @@
 
 import json
 import math
+import sys
 from types import SimpleNamespace
 
 import pytest
 
 import bench
+from benchmarks import beside, serving
 from benchmarks.ops import BitsDiffer, Roof, layer_weights, measure_ops, step_floor_s
 from benchmarks.twins import batch_dependent, library
 from benchmarks.workloads import SHAPES, model_options, workloads
@@ -128,3 +130,29 @@ def test_the_price_twin_answers_alike(tiny_folder, programs):
         outputs = llm.generate([list(range(4, 4 + n)) for n in (5, 130, 270)], params)
         found.append([logprob for output in outputs for logprob in output.outputs[0].logprobs])
     assert max(abs(a - b) for a, b in zip(*found, strict=True)) < 1e-3
+
+
+def test_long_prompts_alone_take_one_engine(call, monkeypatch):
+    """A large model on several GPUs takes a minute to make: none is made for the bit check alone."""
+    made = []
+    monkeypatch.setattr(serving, "SHORT", 20)
+    monkeypatch.setattr(serving, "LLM", lambda **options: made.append(options) or LLM(**options))
+    assert call("latency", "--only", "E32")[0] == 0
+    assert [options["max_model_len"] for options in made] == [None]
+    assert call("latency", "--only", "E32,C")[0] == 0
+    assert [options["max_model_len"] for options in made[1:]] == [20, None], "the short one's workloads come first"
+
+
+@pytest.mark.parametrize("model, has_both", [("qwen3-8b", True), ("qwen3-30b-a3b", False)])
+def test_peers_of_another_model_are_not_beside_it(model, has_both, tmp_path, monkeypatch, capsys):
+    ours, default, both = (tmp_path / name for name in ("ours.json", "default.jsonl", "both.json"))
+    ours.write_text(json.dumps({"env": {}, "model": model, "C_step_ms": 2.0}))
+    default.write_text('noise\n{"ev": "ready", "t": 90}\n{"ev": "result", "w": "C", "wall_s": 1.0, "step_ms": 4.0}\n')
+    monkeypatch.setattr(sys, "argv", ["beside.py", str(ours), str(default), "--json", str(both)])
+    assert beside.main() == 0
+    found = json.loads(both.read_text())
+    assert found["samebits"]["C_step_ms"] == 2 and found["vllm_default"]["C_step_ms"] == 4
+    assert found["vllm_default"]["start_cold_s"] == 90 and found["vllm_default"]["A_wall_s"] is None
+    assert ("vllm_batch_invariant" in found) == has_both
+    assert not has_both or found["vllm_batch_invariant"]["source"].startswith("another run")
+    assert "2.00" in capsys.readouterr().out, "the ratio"

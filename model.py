@@ -20,6 +20,7 @@ from kernels.tiles import leaf_count
 from kernels.work import AttentionWork
 
 LOGITS_SLAB = 512  # rows of prompt logits computed at a time: 512 x 152k x 4 bytes = 311 MB
+ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 ROPE_KEYS = {  # rope type -> settings it needs and others it takes beside rope_theta; the rest is refused, not ignored
     "default": ((), ()),
@@ -63,9 +64,8 @@ class ModelConfig:
         """Read a config.json. Raises ValueError naming whatever of it samebits does not implement."""
         architecture = (config.get("architectures") or ["(none)"])[0]
         moe = architecture == "Qwen3MoeForCausalLM"
-        if not moe and architecture not in ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM"):
-            raise ValueError(f"unsupported architecture {architecture!r}: samebits runs Qwen3ForCausalLM, "
-                             "Qwen3MoeForCausalLM, Qwen2ForCausalLM and LlamaForCausalLM")
+        if architecture not in ARCHITECTURES:
+            raise ValueError(f"unsupported architecture {architecture!r}: samebits runs {', '.join(ARCHITECTURES)}")
         if quantised := config.get("quantization_config"):
             raise ValueError(f"quantised checkpoint ({quantised.get('quant_method', 'unknown method')}): samebits runs "
                              "bfloat16, float16 and float32 weights")
@@ -74,9 +74,9 @@ class ModelConfig:
         if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
             raise ValueError("sliding-window attention is not implemented: every layer must attend to all positions")
         config = {"num_experts": config["num_local_experts"]} | config if "num_local_experts" in config else config
-        needed = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
-        needed += ["num_experts", "num_experts_per_tok", "moe_intermediate_size"] if moe else []
-        if missing := [key for key in needed if key not in config]:
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        of_experts = ("num_experts", "num_experts_per_tok", "moe_intermediate_size") if moe else ()
+        if missing := [key for key in (*sizes, *of_experts) if key not in config]:
             raise ValueError(f"config.json lacks {missing[0]!r}")
         heads = config["num_attention_heads"]
         kv_heads = config.get("num_key_value_heads") or heads
@@ -91,12 +91,11 @@ class ModelConfig:
         bias, qwen2 = bool(config.get("attention_bias", False)), architecture == "Qwen2ForCausalLM"
         dense, every = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step") or 1
         sparse = [i for i in range(config["num_hidden_layers"]) if moe and i not in dense and (i + 1) % every == 0]
-        experts = {name: config[name] for name in needed[5:]} if sparse else {}
+        experts = {name: config[name] for name in of_experts} if sparse else {}
         if sparse and not 0 < experts["num_experts_per_tok"] <= experts["num_experts"]:
             raise ValueError(f"num_experts_per_tok {experts['num_experts_per_tok']} is not in 1 to num_experts")
         return cls(
-            architecture, config["vocab_size"], config["hidden_size"], config["intermediate_size"],
-            config["num_hidden_layers"], heads, kv_heads, head_dim, config.get("rms_norm_eps", 1e-6),
+            architecture, *(config[name] for name in sizes), kv_heads, head_dim, config.get("rms_norm_eps", 1e-6),
             longest, bool(config.get("tie_word_embeddings", False)),
             qk_norm=architecture.startswith("Qwen3"), qkv_bias=qwen2 or bias, o_bias=bias and not qwen2,
             mlp_bias=bool(config.get("mlp_bias", False)) and not moe, rope_theta=theta, rope_type=rope_type, rope=rope,
@@ -294,7 +293,12 @@ class Model:
             qkv = ops.linear(normed, *layer.qkv_proj, dtype)
             q = ops.rotary_and_cache(qkv, layer.q_norm, layer.k_norm, eps, self.cos_sin, batch.attention, k_cache,
                                      v_cache, self.num_heads)
+            wanted = batch.logits_rows if layer is self.layers[-1] else None  # elsewhere all: the next keys need them
+            if wanted is not None and not len(wanted):
+                return residual[:0]
             attn = self._whole(ops.paged_attention, cuts.q, ODD, q, k_cache, v_cache, batch.attention, c.head_dim**-0.5)
+            if wanted is not None:
+                attn, residual = attn[wanted], residual[wanted]
             hidden_states = self._whole(ops.linear, cuts.hidden_size, EVEN, attn.flatten(1), *layer.o_proj, dtype)
             normed = ops.rms_norm(hidden_states, layer.post_attention_layernorm, eps, residual)
             if layer.gate is None:
@@ -310,8 +314,6 @@ class Model:
             gated = self._whole(gated_linear, first, ODD, routing.x, *layer.gate_up_proj, dtype)
             down = self._whole(linear, second, ROWS, gated, *layer.down_proj, dtype)
             hidden_states = self._whole(ops.combine, third, EVEN, routing.weights, routing.places, down)
-        if batch.logits_rows is not None:
-            hidden_states, residual = hidden_states[batch.logits_rows], residual[batch.logits_rows]
         return ops.rms_norm(hidden_states, self.norm, eps, residual)
 
     def exchanged_bytes(self, num_tokens: int, num_seqs: int) -> list[int]:

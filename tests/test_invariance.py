@@ -7,6 +7,7 @@ cold, unchunked, in a large pool. All comparisons are of integers (the words of 
 import itertools
 import json
 import random
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 
@@ -275,3 +276,22 @@ def test_what_a_graph_is_fed(tiny_folder, monkeypatch):
     assert items[: live["decode_items"].size].tolist() == live["decode_items"].reshape(-1).tolist()
     assert (items[live["decode_items"].size :] == 77).all(), "the dead tail of the work list stays behind"
     assert found["counts"].tolist() == [0, 3, 0]
+
+
+@pytest.mark.parametrize("config", [TINY, TINY_MOE], ids=["", "experts"])
+def test_the_last_layer_computes_the_rows_whose_logits_are_wanted(tmp_path_factory, config):
+    """Behind its keys nothing needs the others; scoring wants all. TINY has two layers."""
+    ops, rows = kernels.make_ops(torch.device("cuda" if HAS_GPU else "cpu")), []
+
+    def rms_norm(x, weight, *options):
+        rows.append((weight is llm.model.layers[1].post_attention_layernorm, len(x)))
+        return ops.rms_norm(x, weight, *options)
+
+    llm = LLM(write_config(tmp_path_factory, config), load_format="dummy", ops=replace(ops, rms_norm=rms_norm),
+              max_num_batched_tokens=128, num_gpu_blocks_override=16, enable_prefix_caching=False, progress=False)
+    prompt = prompts(TINY["vocab_size"], 1)[LENGTHS.index(300)]
+    for wants, expected in (({}, [1]), ({"prompt_logprobs": 0}, [128, 128, 44])):
+        rows.clear()
+        llm.generate(prompt, SamplingParams(max_tokens=1, seed=1, **wants))
+        assert [count for is_last, count in rows if is_last] == expected
+        assert sum(count == 128 for _, count in rows) == 2 * (5 if wants else 3), "norms up to the last keys"

@@ -59,6 +59,7 @@ class Runner:
     def __init__(self, model: Model, num_blocks: int | None, max_num_seqs: int, max_model_len: int, eager: bool):
         self.model, self.ops, self.device, self.max_num_seqs = model, model.ops, model.device, max_num_seqs
         self.max_blocks = -(-max_model_len // KV_TILE)
+        self.slots = self.ops.decode_programs // model.most_kv_heads  # of split decode; all ranks must split alike
         self.use_graphs = self.device.type == "cuda" and not eager
         sizes = {1, 2, 4, 8, 16, 64, *range(128, max_num_seqs, 128), max_num_seqs}  # what fills a tile of the products
         self.graph_sizes = sorted(size for size in sizes if size <= max_num_seqs)
@@ -97,8 +98,7 @@ class Runner:
 
     def _plan(self, seqs: list[Sequence]) -> dict[str, np.ndarray]:
         """The fields of the step's input."""
-        counts = np.array([seq.num_scheduled_tokens for seq in seqs])
-        starts = np.array([seq.num_computed_tokens for seq in seqs])
+        counts, starts = np.array([(seq.num_scheduled_tokens, seq.num_computed_tokens) for seq in seqs]).T
         offsets = np.cumsum(counts) - counts
         positions = np.arange(counts.sum()) - np.repeat(offsets - starts, counts)
         tables = np.zeros((len(seqs), max(len(seq.block_table) for seq in seqs)), np.int32)
@@ -109,12 +109,10 @@ class Runner:
         model, seq_lens = self.model, starts + counts
         group, row_bytes = model.num_heads // model.num_kv_heads, model.config.head_dim * model.dtype.itemsize
         prefill = plan_prefill(offsets, counts, seq_lens, self.ops.query_tile(group, row_bytes))
-        # Splits are dealt out where a sequence alone would take much longer than its share of all the work.
-        splits = -(-seq_lens[counts == 1] // KV_SPLIT)
-        walkers = self.ops.decode_programs // model.most_kv_heads  # all ranks must split, and capture, alike
-        share = max(1.0, 1.2 * splits.sum() / max(1, walkers))
-        split = bool(walkers > 0 and splits.max(initial=0) > share and splits.sum() <= MAX_PARTIALS)
-        decode, merges = plan_decode(offsets, counts, seq_lens, walkers if split else 0)
+        # Splits are dealt out where a sequence alone would take longer than its share of all the work.
+        splits, S = -(-seq_lens[counts == 1] // KV_SPLIT), self.slots
+        split = splits.max(initial=1) * S > max(S, 1.1 * splits.sum()) and splits.sum() <= MAX_PARTIALS
+        decode, merges = plan_decode(offsets, counts, seq_lens, S if split else 0)
         return {"input_ids": np.concatenate(ids), "positions": positions, "slot_mapping": slots,
                 "block_tables": tables, "counts": np.array([len(prefill), len(decode), len(merges)]), "merges": merges,
                 "prefill_items": prefill, "decode_items": decode}
@@ -122,7 +120,8 @@ class Runner:
     def _batch(self, fields: dict[str, np.ndarray], shapes=None, grid=None) -> tuple[Batch, torch.Tensor]:
         """The fields, padded to `shapes` if given, on the device, and the packed tensor that they are views of."""
         shapes = shapes or {name: array.shape for name, array in fields.items()}
-        grid = grid or tuple(fields["counts"].tolist())
+        prefill, decode, merges = fields["counts"].tolist() if fields else (0, 0, 0)
+        grid = grid or (prefill, self.slots if merges else decode, merges)
         buffer, places = pack(fields, shapes)
         packed = upload(buffer, self.device)
         view = {name: packed[place].view(shapes[name]) for name, place in places.items()}
@@ -134,10 +133,10 @@ class Runner:
         """Replay the smallest graph that holds these sequences (captured at its first use) and return its logits."""
         count, split = len(live["block_tables"]), len(live["merges"]) > 0
         size = next(size for size in self.graph_sizes if size >= count)
-        shapes = input_shapes(size, size, self.max_blocks, MAX_PARTIALS if split else size, size if split else 0)
+        items, merges = (MAX_PARTIALS + self.slots, size) if split else (size, 0)
+        shapes = input_shapes(size, size, self.max_blocks, items, merges)
         if (size, split) not in self.graphs:
-            walkers = self.ops.decode_programs // self.model.most_kv_heads if split else size
-            batch, inputs = self._batch(live, shapes, (0, walkers, size if split else 0))
+            batch, inputs = self._batch(live, shapes, (0, self.slots if split else size, merges))
             graph, pool = torch.cuda.CUDAGraph(), next((other.pool() for _, other in self.graphs.values()), None)
             for mode in (nullcontext(), torch.cuda.graph(graph, pool)):  # the first time it runs, to compile
                 with mode:  # writing a step's keys twice writes the same bits

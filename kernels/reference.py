@@ -132,6 +132,7 @@ def paged_attention(q, k_cache, v_cache, work, scale, kv_split=KV_SPLIT):
     key, D = (q.shape[1], k_cache.shape[1], kv_split), q.shape[2]
     if key not in work.host_plans:
         items = torch.cat([work.prefill_items, work.decode_items]).long()
+        items = items[items[:, 2] > 0]  # some of a plan for slots are empty
         last_split = (work.positions[items[:, 1]] + items[:, 2] - 1) // kv_split
         work.host_plans[key] = [lock_step(work, some, *key) for n in last_split.unique()
                                 for some in items[last_split == n].split(MAX_ITEMS)]

@@ -66,16 +66,22 @@ def plan_prefill(query_starts, query_lens, seq_lens, query_tile: int) -> np.ndar
 def plan_decode(query_starts, query_lens, seq_lens, slots: int) -> tuple[np.ndarray, np.ndarray]:
     """(items, merges), int32, of the sequences with one query token.
 
-    slots: items that run at once. The splits are dealt out in runs of about equal length, one a slot, longest first;
-        0 gives each sequence one item, and nothing to merge."""
-    seqs = np.flatnonzero(np.asarray(query_lens) == 1).astype(np.int32)
-    tokens = np.asarray(query_starts, np.int32)[seqs]
-    splits = -(-np.asarray(seq_lens, np.int32)[seqs] // KV_SPLIT)
-    first_row = np.cumsum(splits, dtype=np.int32) - splits
-    run = max(1, -(-int(splits.sum()) // slots)) if slots else splits.max(initial=1)
-    seq, turn = np.nonzero(np.arange(0, splits.max(initial=0), run) < splits[:, None])  # the runs in order
-    start = turn * run
-    end = np.minimum(start + run, splits[seq])
-    items = np.stack([seqs[seq], tokens[seq], np.ones_like(seq), start, end, first_row[seq] + start], 1)
-    items = items[np.argsort(start - end, kind="stable")].astype(np.int32)
-    return items, np.stack([tokens, first_row, splits], 1)[: len(seqs) if slots else 0]
+    slots: how many items run at once. The splits of all sequences, in a row, are dealt out to them in equal shares:
+        item i is of slot i % slots; some are empty. 0: an item a sequence, longest first, and nothing to merge."""
+    seqs = np.flatnonzero(np.asarray(query_lens) == 1)
+    tokens = np.asarray(query_starts)[seqs]
+    splits = -(-np.asarray(seq_lens)[seqs] // KV_SPLIT)
+    border = np.append(0, np.cumsum(splits)).astype(int)  # of the sequences, in that row
+    slots = min(slots, border[-1])
+    share = np.arange(slots) * border[-1] // max(1, slots)  # where that of each slot begins
+    start = np.union1d(border[:-1], share).astype(int)  # an item ends with the share or the sequence
+    seq, length = np.searchsorted(border, start, "right") - 1, np.diff(start, append=border[-1])
+    first = start - border[seq]
+    items = np.stack([seqs[seq], tokens[seq], np.ones_like(seq), first, first + length, start], 1).astype(np.int32)
+    if not slots:
+        return items[np.argsort(-splits, kind="stable")], np.zeros((0, MERGE_FIELDS), np.int32)
+    slot = np.searchsorted(share, start, "right") - 1
+    turn = np.arange(len(slot)) - np.searchsorted(slot, slot)
+    dealt = np.zeros(((turn.max() + 1) * slots, ITEM_FIELDS), np.int32)
+    dealt[turn * slots + slot] = items
+    return dealt, np.stack([tokens, border[:-1], splits], 1).astype(np.int32)

@@ -263,12 +263,25 @@ def test_decode_walked_and_split_give_the_same_bits():
     assert same_bits(*found)
 
 
-def test_decode_is_dealt_out_in_even_runs():
-    items, merges = plan_decode([0, 1, 2], [1, 1, 1], [256 * 9, 100, 256 * 4 + 1], 4)
-    runs = (items[:, 4] - items[:, 3]).tolist()
-    assert runs == sorted(runs, reverse=True) and max(runs) == 4, "15 splits in 4 slots: at most 4 each"
+@pytest.mark.parametrize("slots", [1, 4, 7, 15, 33])
+def test_decode_is_dealt_out_in_even_shares(slots):
+    lens = [256 * 9, 50, 100, 256 * 4 + 1]  # the second is a prefill
+    items, merges = plan_decode([0, 1, 51, 52], [1, 50, 1, 1], lens, slots)
+    assert merges.tolist() == [[0, 0, 9], [51, 9, 1], [52, 10, 5]]
+    used = min(slots, 15)
+    assert len(items) % used == 0
+    sizes = items[:, 4] - items[:, 3]
+    shares = [int(sizes[slot::used].sum()) for slot in range(used)]
+    assert sum(shares) == 15 and max(shares) - min(shares) <= 1
+    assert not items[sizes == 0].any(), "an empty item is of no query"
+    for seq, token, count, start, end, row in items[sizes > 0].tolist():
+        _, first, splits = merges[[0, 2, 3].index(seq)]
+        assert count == 1 and token == [0, 1, 51, 52][seq] and 0 <= start < end <= splits and row == first + start
     rows = sorted(row for item in items.tolist() for row in range(item[5], item[5] + item[4] - item[3]))
-    assert rows == list(range(15)) and merges.tolist() == [[0, 0, 9], [1, 9, 1], [2, 10, 5]]
+    assert rows == list(range(15)), "each split once"
+
+
+def test_decode_that_is_not_dealt_out():
     whole, none = plan_decode([0, 1, 2], [1, 1, 1], [256 * 9, 100, 256 * 4 + 1], 0)
     assert whole[:, [0, 3, 4]].tolist() == [[0, 0, 9], [2, 0, 5], [1, 0, 1]] and none.shape == (0, 3)
 

@@ -3,6 +3,7 @@
 `add_request` turns a request into `Sequence`s; each `step` asks the scheduler who computes what, has the runner compute
 it, and absorbs the tokens. `generate`, `chat`, `stream` and `score` loop over `step`; cli.py is the command line."""
 
+import gc
 import math
 import secrets
 import time
@@ -51,8 +52,7 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """A request as it stands. `error` says why it could not run (it has no outputs then); `timings` are seconds, from
-    `arrival_time`, which is `time.perf_counter`'s."""
+    """A request so far. `error`: why it could not run (no outputs then); `timings`: seconds since `arrival_time`."""
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
@@ -63,7 +63,7 @@ class RequestOutput:
     finished: bool = False
     error: str | None = None
     timings: dict[str, float] = field(default_factory=dict)
-    arrival_time: float = field(default_factory=time.perf_counter)
+    arrival_time: float = field(default_factory=time.perf_counter)  # of that clock
 
 
 class LLM:
@@ -142,7 +142,8 @@ class LLM:
         self.async_scheduling = self.device.type == "cuda" if async_scheduling is None else async_scheduling
         self.requests: dict[str, RequestOutput] = {}
         self._live: dict[Sequence, tuple[RequestOutput, CompletionOutput, Detokenizer | None]] = {}  # until it ends
-        self._in_flight, self._fresh = NOTHING, []  # fresh: outputs whose `delta` is the last step's
+        self._in_flight = NOTHING
+        self._changed: dict[str, RequestOutput] = {}  # by the last step
         self.ranks.follow(self)
 
     def _measure_blocks(self, utilization: float, max_num_seqs: int, num_tokens: int) -> int:
@@ -216,19 +217,19 @@ class LLM:
         request with penalties or prompt logprobs, whose tokens the host must see first, makes its steps wait."""
         if self.runner.kv_cache is None:
             raise RuntimeError(ASLEEP)
-        for out in self._fresh:
+        for out in [out for request in self._changed.values() for out in request.outputs]:
             out.delta = ""
-        self._fresh, changed = [], {}
+        self._changed.clear()
         took_part = [seq for seq, _ in self._in_flight[1]]
         try:
             self.ranks.tell("step")
             seqs = self.scheduler.schedule()
             took_part += seqs
             launched = (self.runner.launch(seqs), self.scheduler.launched(seqs)) if seqs else NOTHING
-            self._collect(changed)
+            self._collect()
             self._in_flight = launched
             if not self.async_scheduling or any(seq.params.has_penalties or seq.wants_prompt_logprobs for seq in seqs):
-                self._collect(changed)
+                self._collect()
         except BaseException:
             self._in_flight = NOTHING
             self.ranks.close(broken=True)
@@ -236,24 +237,20 @@ class LLM:
                 self.abort(request.request_id)
             raise
         self.ranks.since = None
-        return list(changed.values())
+        return list(self._changed.values())
 
-    def _collect(self, changed: dict[str, RequestOutput]) -> None:
+    def _collect(self) -> None:
         """Wait for the step in flight, if there is one, and take its results in."""
         (collect, entries), self._in_flight = self._in_flight, NOTHING
         for (seq, position), result in zip(entries, collect()):
             if seq not in self._live:
                 continue  # it ended, or was aborted, while this was under way
-            request = self._live[seq][0]
             seq.prompt_logprobs += result.prompt_logprobs
             if result.token_id is not None:
                 seq.token_ids[position] = result.token_id
                 self._absorb(seq, result)
             elif seq.max_new_tokens == 0 and position == seq.num_prompt_tokens:
                 self._finish(seq, "length")
-            else:
-                continue
-            changed[request.request_id] = request
 
     def abort(self, request_id: str) -> None:
         """End a request wherever it is and free its blocks. An unknown id is ignored: it may have just ended."""
@@ -290,8 +287,8 @@ class LLM:
             request.error = BROKEN
             return self._finish(seq, "error")
         request.timings.setdefault("ttft_s", time.perf_counter() - request.arrival_time)
+        self._changed[request.request_id] = request
         out.token_ids.append(token)
-        self._fresh.append(out)
         for asked, new in ((out.logprobs, result.logprob), (out.top_logprobs, result.top_logprobs)):
             if asked is not None:
                 asked.append(new)
@@ -311,7 +308,7 @@ class LLM:
         """End a sequence; with the last of its sequences, the request."""
         request, out, detokenizer = self._live.pop(seq)
         self.scheduler.finish(seq)
-        out.finish_reason = reason
+        self._changed[request.request_id], out.finish_reason = request, reason
         if detokenizer:
             rest = detokenizer.finish()  # nothing after a stop string
             out.text, out.delta = out.text + rest, out.delta + rest
@@ -332,7 +329,8 @@ class LLM:
         each = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
         if len(each) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(each)} SamplingParams: give one, or one each")
-        results: list[RequestOutput] = []
+        results, frozen = [], gc.get_freeze_count()
+        gc.freeze()  # else Python looks through all that lives, 0.2 s at a time, and the GPU waits; what is new it may
         try:
             for prompt, own in zip(prompts, each, strict=True):
                 try:
@@ -346,9 +344,10 @@ class LLM:
                 while not output.finished:  # our steps end it, or somebody else aborts it
                     self.step()
         finally:
-            for output in results:
-                if not output.finished:  # interrupted: leave nothing behind
-                    self.abort(output.request_id)
+            for output in [output for output in results if not output.finished]:  # interrupted: leave nothing behind
+                self.abort(output.request_id)
+            if not frozen:
+                gc.unfreeze()
         return results
 
     def chat(self, messages: list, params: SamplingParams | None = None, progress: bool = False,
@@ -367,14 +366,13 @@ class LLM:
                **options) -> Iterator[RequestOutput]:
         """Complete one prompt, yielding the request as it gains tokens (see `CompletionOutput.delta`)."""
         output = self.requests[self.add_request(prompt, params, **options)]
-        shown = [(0, 0, None)] * len(output.outputs)
+        state = [(0, 0, None)] * len(output.outputs)
         try:
             while True:
-                state = [(len(out.text), len(out.token_ids), out.finish_reason) for out in output.outputs]
+                shown, state = state, [(len(o.text), len(o.token_ids), o.finish_reason) for o in output.outputs]
                 if state != shown:  # by our own step, or that of another consumer
                     for out, (length, *_) in zip(output.outputs, shown):
                         out.delta = out.text[length:]
-                    shown = state
                     yield output
                 elif output.finished:
                     return
@@ -426,7 +424,7 @@ class LLM:
         if self.requests:
             raise RuntimeError(f"{len(self.requests)} requests are running: finish or abort them first")
         self.ranks.tell("_settle")
-        self._collect({})  # a step may outlive its requests
+        self._collect()  # a step may outlive its requests
         self.scheduler.blocks.reset_prefix_cache()
 
 

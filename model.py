@@ -87,7 +87,6 @@ class ModelConfig:
             raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
         theta, rope_type, rope = read_rope(config)
         stretched = int(rope["original"] * rope["factor"]) if rope_type == "yarn" else 0
-        longest = max(config.get("max_position_embeddings", 2048), stretched)
         bias, qwen2 = bool(config.get("attention_bias", False)), architecture == "Qwen2ForCausalLM"
         dense, every = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step") or 1
         sparse = [i for i in range(config["num_hidden_layers"]) if moe and i not in dense and (i + 1) % every == 0]
@@ -96,7 +95,7 @@ class ModelConfig:
             raise ValueError(f"num_experts_per_tok {experts['num_experts_per_tok']} is not in 1 to num_experts")
         return cls(
             architecture, *(config[name] for name in sizes), kv_heads, head_dim, config.get("rms_norm_eps", 1e-6),
-            longest, bool(config.get("tie_word_embeddings", False)),
+            max(config.get("max_position_embeddings", 2048), stretched), bool(config.get("tie_word_embeddings")),
             qk_norm=architecture.startswith("Qwen3"), qkv_bias=qwen2 or bias, o_bias=bias and not qwen2,
             mlp_bias=bool(config.get("mlp_bias", False)) and not moe, rope_theta=theta, rope_type=rope_type, rope=rope,
             dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch."),
@@ -241,13 +240,13 @@ class Model:
                 k_norm=self._norm(attn + "k_norm", D) if c.qk_norm else None,
                 o_proj=self._linear([(attn + "o_proj", joined[0])], joined[1], c.o_bias),
                 post_attention_layernorm=self._norm(f"model.layers.{i}.post_attention_layernorm", c.hidden_size),
-                gate=self._linear([(mlp + "gate", self._uncut(c.num_experts))], hidden, False) if sparse else None,
+                gate=self._linear([(mlp + "gate", self._uncut(c.num_experts))], hidden) if sparse else None,
                 gate_up_proj=self._linear(gate_up, hidden, c.mlp_bias, in_turn=True),
                 down_proj=self._linear([(ffn + "down_proj", cut) for ffn, cut in zip(ffns, out)], inner, c.mlp_bias)))
         self.norm = self._norm("model.norm", c.hidden_size)
         own = cuts.vocab_size[rank]
         self.lm_head = (Linear(self.embed_tokens[own.start : own.stop], None, leaf_count(c.vocab_size, c.hidden_size))
-                        if c.tie_word_embeddings else self._linear([("lm_head", cuts.vocab_size)], hidden, False))
+                        if c.tie_word_embeddings else self._linear([("lm_head", cuts.vocab_size)], hidden))
         self.cos_sin = rotary_table(c, max_model_len).to(device)
 
     def _parameter(self, parts: list[tuple[str, list[range]]], *inputs: list[range], in_turn=False) -> torch.Tensor:
@@ -275,10 +274,9 @@ class Model:
     def _uncut(self, N: int) -> list[range]:
         return [range(N)] * self.size
 
-    def _linear(self, parts: list[tuple[str, list[range]]], inputs: list[range], has_bias: bool,
-                in_turn: bool = False) -> Linear:
+    def _linear(self, parts: list[tuple[str, list[range]]], inputs: list[range], biased=False, in_turn=False) -> Linear:
         weight = self._parameter([(name + ".weight", cut) for name, cut in parts], inputs, in_turn=in_turn)
-        bias = self._parameter([(name + ".bias", cut) for name, cut in parts], in_turn=in_turn) if has_bias else None
+        bias = self._parameter([(name + ".bias", cut) for name, cut in parts], in_turn=in_turn) if biased else None
         return Linear(weight, bias, leaf_count(sum(cut[-1].stop for _, cut in parts), inputs[-1].stop))
 
     def forward(self, batch: Batch, kv_cache: torch.Tensor) -> torch.Tensor:
@@ -360,8 +358,7 @@ class Model:
                 raise ValueError(f"unexpected tensor {name} in the checkpoint: the config has no place for it")
             if dtype not in ("BF16", "F16", "F32", *DTYPES.values()):
                 raise ValueError(f"tensor {name} has dtype {dtype}: samebits loads BF16, F16 and F32")
-        if copied and not same_bits(*(data[:].to(self.dtype) for name, data in checkpoint.tensors(False)
-                                      if name in tied)):
+        if copied and not same_bits(*(x[:].to(self.dtype) for name, x in checkpoint.tensors(False) if name in tied)):
             raise ValueError(f"{head} differs from {tied[1]}, but tie_word_embeddings is true: set it to false in "
                              "config.json, or remove the tensor")
         for name, data in checkpoint.tensors(progress):

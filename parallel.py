@@ -5,6 +5,7 @@ whatever changes the engine's state. What they gather (kernels/collectives.py) a
 schedule alike, choose the same tokens and need no other exchange. A script that starts ranks needs
 `if __name__ == "__main__":`, because they import it; one that torchrun starts ends in `LLM(...)` on all but rank 0."""
 
+import gc
 import os
 import pickle
 import secrets
@@ -105,6 +106,8 @@ class Ranks:
 
     def follow(self, llm) -> None:
         """As another rank than 0, do what it tells, and end the process with it."""
+        if self.rank:
+            gc.freeze()  # as in `generate`: a rank that collects garbage makes all wait
         while self.rank:
             try:
                 method, args, options = self.pipe.recv()

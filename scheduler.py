@@ -53,40 +53,37 @@ class Scheduler:
         """Choose this step's sequences, set their `num_scheduled_tokens`, allocate their blocks. Running ones go first,
         then waiting ones in order, until the tokens or the blocks run out. Empty only if no work is left to begin."""
         budget, before = self.max_num_batched_tokens, self.num_preemptions
-        scheduled: list[Sequence] = []
         for seq in list(self.running):
             self._cache_full_blocks(seq)
-            if seq.block_table and self._grant(seq, budget):  # else it was preempted by an older one in this very loop
-                scheduled.append(seq)
-                budget -= seq.num_scheduled_tokens
+            if seq.block_table:  # else it was preempted by an older one in this very loop
+                budget -= self._grant(seq, budget)
         # Victims come from the tail, behind all scheduled so far; then nobody is admitted: their blocks are spoken for.
         while (self.waiting and self.num_preemptions == before and len(self.running) < self.max_num_seqs and budget > 0
-               and self._admit(self.waiting[0], budget)):  # first come, first served: nobody overtakes the first
+               and (granted := self._admit(self.waiting[0], budget))):  # nobody overtakes the first
             self.running.append(self.waiting.popleft())
-            scheduled.append(self.running[-1])
-            budget -= self.running[-1].num_scheduled_tokens
-        return scheduled
+            budget -= granted
+        return [seq for seq in self.running if seq.num_scheduled_tokens]
 
-    def _grant(self, seq: Sequence, budget: int) -> bool:
-        """Schedule up to `budget` more tokens, with their blocks, preempting the youngest. False if there are none to
-        compute (the last of all, which may be under way, never is), or if `seq` had to go."""
+    def _grant(self, seq: Sequence, budget: int) -> int:
+        """Schedule up to `budget` more tokens, with their blocks, preempting the youngest. Returns how many: 0 if there
+        are none to compute (the last of all, which may be under way, never is), or if `seq` had to go."""
         end = min(len(seq.token_ids), seq.num_prompt_tokens + max(0, seq.max_new_tokens - 1))
         seq.num_scheduled_tokens = min(end - seq.num_computed_tokens, budget)
         needed = -(-(seq.num_computed_tokens + seq.num_scheduled_tokens) // KV_TILE) - len(seq.block_table)
         while len(self.blocks.free) < needed:
             self.preempt(self.running[-1])
             if not seq.block_table:
-                return False
+                return 0
         seq.block_table += [self.blocks.allocate() for _ in range(needed)]
-        return seq.num_scheduled_tokens > 0
+        return seq.num_scheduled_tokens
 
-    def _admit(self, seq: Sequence, budget: int) -> bool:
-        """Schedule a first chunk behind the cached prefix, and give it blocks. False if it must wait: room is asked for
-        the whole prompt, so that a long one does not enter only to be thrown out again."""
+    def _admit(self, seq: Sequence, budget: int) -> int:
+        """`_grant` a first chunk behind the cached prefix. 0 if it must wait: room is asked for the whole prompt, so
+        that a long one does not enter only to be thrown out again."""
         hit, uids = self.blocks.acquire([] if seq.wants_prompt_logprobs else seq.token_ids, seq.cache_salt)
         if -(-len(seq.token_ids) // KV_TILE) - len(hit) > len(self.blocks.free):
             self.blocks.release(hit)
-            return False
+            return 0
         seq.block_table, seq.block_uids = hit, uids
         seq.num_computed_tokens = len(hit) * KV_TILE
         if seq.num_cached_tokens is None:

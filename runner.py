@@ -61,7 +61,7 @@ class Runner:
         self.max_blocks = -(-max_model_len // KV_TILE)
         self.slots = self.ops.decode_programs // model.most_kv_heads  # of split decode; all ranks must split alike
         self.use_graphs = self.device.type == "cuda" and not eager
-        sizes = {1, 2, 4, 8, 16, 64, *range(128, max_num_seqs, 128), max_num_seqs}  # what fills a tile of the products
+        sizes = {1, 2, 4, 8, 16, 64, 192, *range(128, max_num_seqs, 128), max_num_seqs}  # what fills tiles
         self.graph_sizes = sorted(size for size in sizes if size <= max_num_seqs)
         self.drawn = torch.zeros(max_num_seqs, dtype=torch.int64, device=self.device)  # the last step's tokens
         self.use_cache(num_blocks)

@@ -130,7 +130,7 @@ HOPPER = Schedules("hopper", linear=(
     (16, (LinearSchedule(16, 64, 128, 4, 4, tma=True, programs=264), LinearSchedule(16, 64, 128, 4, 5, tma=True),
           NARROW), (LinearSchedule(16, 64, 128, 4, 5, split=True, tma=True), NARROW)),
     (64, (LinearSchedule(64, 64, 128, 4, 6, tma=True),), (LinearSchedule(64, 64, 128, 4, 6, split=True, tma=True),)),
-    (128, (LinearSchedule(64, 128, 128, 4, 4, tma=True),), (LinearSchedule(64, 128, 128, 4, 4, split=True, tma=True),)),
+    (192, (LinearSchedule(64, 128, 128, 4, 4, tma=True),), (LinearSchedule(64, 128, 128, 4, 4, split=True, tma=True),)),
     (ANY, (LinearSchedule(128, 256, 64, 8, 3, tma=True), LinearSchedule(128, 128, 64, 4, 5, tma=True)),
      (LinearSchedule(128, 128, 64, 8, 5, split=True, tma=True),))),
     decode=(AttentionSchedule(16, 4, 3, tma=True), AttentionSchedule(16, 2, 2, tma=True)),

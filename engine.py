@@ -329,8 +329,8 @@ class LLM:
         each = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
         if len(each) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(each)} SamplingParams: give one, or one each")
-        results, frozen = [], gc.get_freeze_count()
-        gc.freeze()  # else Python looks through all that lives, 0.2 s at a time, and the GPU waits; what is new it may
+        results, collecting = [], gc.isenabled()
+        gc.disable()  # a step leaves no cycles behind; to look for some takes up to 0.2 s, and the GPU would wait
         try:
             for prompt, own in zip(prompts, each, strict=True):
                 try:
@@ -346,8 +346,8 @@ class LLM:
         finally:
             for output in [output for output in results if not output.finished]:  # interrupted: leave nothing behind
                 self.abort(output.request_id)
-            if not frozen:
-                gc.unfreeze()
+            if collecting:
+                gc.enable()
         return results
 
     def chat(self, messages: list, params: SamplingParams | None = None, progress: bool = False,

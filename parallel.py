@@ -107,7 +107,7 @@ class Ranks:
     def follow(self, llm) -> None:
         """As another rank than 0, do what it tells, and end the process with it."""
         if self.rank:
-            gc.freeze()  # as in `generate`: a rank that collects garbage makes all wait
+            gc.disable()  # as in `generate`: a rank that looks for garbage makes all wait
         while self.rank:
             try:
                 method, args, options = self.pipe.recv()

@@ -330,8 +330,8 @@ class LLM:
         if len(each) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(each)} SamplingParams: give one, or one each")
         results, collecting = [], gc.isenabled()
-        gc.disable()  # a step leaves no cycles behind; to look for some takes up to 0.2 s, and the GPU would wait
         try:
+            gc.disable()  # a step leaves no cycles behind; to look for some takes up to 0.2 s, and the GPU would wait
             for prompt, own in zip(prompts, each, strict=True):
                 try:
                     results.append(self.requests[self.add_request(prompt, own, **options)])
@@ -344,10 +344,10 @@ class LLM:
                 while not output.finished:  # our steps end it, or somebody else aborts it
                     self.step()
         finally:
-            for output in [output for output in results if not output.finished]:  # interrupted: leave nothing behind
-                self.abort(output.request_id)
             if collecting:
                 gc.enable()
+            for output in [output for output in results if not output.finished]:  # interrupted: leave nothing behind
+                self.abort(output.request_id)
         return results
 
     def chat(self, messages: list, params: SamplingParams | None = None, progress: bool = False,

@@ -63,7 +63,7 @@ class RequestOutput:
     finished: bool = False
     error: str | None = None
     timings: dict[str, float] = field(default_factory=dict)
-    arrival_time: float = field(default_factory=time.perf_counter)  # of that clock
+    arrival_time: float = field(default_factory=time.perf_counter)
 
 
 class LLM:
@@ -143,7 +143,7 @@ class LLM:
         self.requests: dict[str, RequestOutput] = {}
         self._live: dict[Sequence, tuple[RequestOutput, CompletionOutput, Detokenizer | None]] = {}  # until it ends
         self._in_flight = NOTHING
-        self._changed: dict[str, RequestOutput] = {}  # by the last step
+        self._changed: dict[str, RequestOutput] = {}  # since the last step began
         self.ranks.follow(self)
 
     def _measure_blocks(self, utilization: float, max_num_seqs: int, num_tokens: int) -> int:

@@ -19,7 +19,7 @@ from kernels.work import ITEM_FIELDS, MERGE_FIELDS, AttentionWork, plan_decode, 
 from model import LOGITS_SLAB, Batch, Model
 from scheduler import Sequence
 
-MAX_PARTIALS = 4096  # KV splits of one step that may have programs of their own: bounds the merge buffers
+MAX_PARTIALS = 4096  # KV splits of one step that may be merged through memory: bounds those buffers
 
 
 def input_shapes(num_tokens: int, num_seqs: int, width: int, decode_items: int = 0, merges: int = 0) -> dict:
@@ -59,7 +59,7 @@ class Runner:
     def __init__(self, model: Model, num_blocks: int | None, max_num_seqs: int, max_model_len: int, eager: bool):
         self.model, self.ops, self.device, self.max_num_seqs = model, model.ops, model.device, max_num_seqs
         self.max_blocks = -(-max_model_len // KV_TILE)
-        self.slots = self.ops.decode_programs // model.most_kv_heads  # of split decode; all ranks must split alike
+        self.decode_slots = self.ops.decode_programs // model.most_kv_heads  # all ranks must split alike
         self.use_graphs = self.device.type == "cuda" and not eager
         sizes = {1, 2, 4, 8, 16, 64, 192, *range(128, max_num_seqs, 128), max_num_seqs}  # what fills tiles
         self.graph_sizes = sorted(size for size in sizes if size <= max_num_seqs)
@@ -109,10 +109,10 @@ class Runner:
         model, seq_lens = self.model, starts + counts
         group, row_bytes = model.num_heads // model.num_kv_heads, model.config.head_dim * model.dtype.itemsize
         prefill = plan_prefill(offsets, counts, seq_lens, self.ops.query_tile(group, row_bytes))
-        # Splits are dealt out where a sequence alone would take longer than its share of all the work.
-        splits, S = -(-seq_lens[counts == 1] // KV_SPLIT), self.slots
-        split = splits.max(initial=1) * S > max(S, 1.1 * splits.sum()) and splits.sum() <= MAX_PARTIALS
-        decode, merges = plan_decode(offsets, counts, seq_lens, S if split else 0)
+        # Splits are dealt out where one sequence has more than its share of all, by a tenth, which merging them costs.
+        splits, n = -(-seq_lens[counts == 1] // KV_SPLIT), self.decode_slots
+        split = splits.max(initial=1) * n > max(n, 1.1 * splits.sum()) and splits.sum() <= MAX_PARTIALS
+        decode, merges = plan_decode(offsets, counts, seq_lens, n if split else 0)
         return {"input_ids": np.concatenate(ids), "positions": positions, "slot_mapping": slots,
                 "block_tables": tables, "counts": np.array([len(prefill), len(decode), len(merges)]), "merges": merges,
                 "prefill_items": prefill, "decode_items": decode}
@@ -121,7 +121,7 @@ class Runner:
         """The fields, padded to `shapes` if given, on the device, and the packed tensor that they are views of."""
         shapes = shapes or {name: array.shape for name, array in fields.items()}
         prefill, decode, merges = fields["counts"].tolist() if fields else (0, 0, 0)
-        grid = grid or (prefill, self.slots if merges else decode, merges)
+        grid = grid or (prefill, self.decode_slots if merges else decode, merges)
         buffer, places = pack(fields, shapes)
         packed = upload(buffer, self.device)
         view = {name: packed[place].view(shapes[name]) for name, place in places.items()}
@@ -133,10 +133,10 @@ class Runner:
         """Replay the smallest graph that holds these sequences (captured at its first use) and return its logits."""
         count, split = len(live["block_tables"]), len(live["merges"]) > 0
         size = next(size for size in self.graph_sizes if size >= count)
-        items, merges = (MAX_PARTIALS + self.slots, size) if split else (size, 0)
+        items, merges = (MAX_PARTIALS + self.decode_slots, size) if split else (size, 0)
         shapes = input_shapes(size, size, self.max_blocks, items, merges)
         if (size, split) not in self.graphs:
-            batch, inputs = self._batch(live, shapes, (0, self.slots if split else size, merges))
+            batch, inputs = self._batch(live, shapes, (0, self.decode_slots if split else size, merges))
             graph, pool = torch.cuda.CUDAGraph(), next((other.pool() for _, other in self.graphs.values()), None)
             for mode in (nullcontext(), torch.cuda.graph(graph, pool)):  # the first time it runs, to compile
                 with mode:  # writing a step's keys twice writes the same bits
@@ -198,6 +198,5 @@ class Runner:
         """The largest step, on dummy tokens that write no key: what it allocates is the step's peak memory."""
         batch, _ = self._batch({}, input_shapes(num_tokens, 1, 1), (0, 0, 0))
         index = torch.zeros(self.max_num_seqs, dtype=torch.int64, device=self.device)
-        hidden_states = self.model.forward(replace(batch, logits_rows=index), self.kv_cache)
-        logits = self.model.logits(hidden_states)
+        logits = self.model.logits(self.model.forward(batch, self.kv_cache)[index])
         self.ops.logprobs(logits.clone(), index, 1)

@@ -10,7 +10,7 @@ import torch
 
 from kernels.tiles import KV_SPLIT
 
-ITEM_FIELDS = 6  # sequence, first token, query tokens, first split, last split (exclusive), first partial row
+ITEM_FIELDS = 6  # sequence, first token, query tokens (0: no work), first split, last (exclusive), first partial row
 MERGE_FIELDS = 3  # token, first partial row, number of splits
 
 
@@ -20,7 +20,7 @@ class AttentionWork:
 
     positions: [num_tokens]; slot_mapping: [num_tokens], block * block_size + offset, -1 for padding
     block_tables: [num_seqs, max_blocks]; prefill_items, decode_items: [*, ITEM_FIELDS]; merges: [*, MERGE_FIELDS]
-    counts: [3], live entries of the three lists; grid: for how many of each is launched (a CUDA graph's is fixed)
+    counts: [3], entries of the three lists; grid: for how many of each is launched (a CUDA graph's is fixed)
     host_plans: what the CPU backend works out from these lists once a step, for all layers"""
     positions: torch.Tensor
     slot_mapping: torch.Tensor
@@ -30,7 +30,7 @@ class AttentionWork:
     merges: torch.Tensor
     counts: torch.Tensor
     grid: tuple[int, int, int]
-    max_partials: int  # KV splits that have programs of their own, at most; 0: each sequence is walked by one
+    max_partials: int  # KV splits that are merged through memory, at most; 0: each sequence is walked by one program
     host_plans: dict = field(default_factory=dict)
 
 
@@ -66,8 +66,8 @@ def plan_prefill(query_starts, query_lens, seq_lens, query_tile: int) -> np.ndar
 def plan_decode(query_starts, query_lens, seq_lens, slots: int) -> tuple[np.ndarray, np.ndarray]:
     """(items, merges), int32, of the sequences with one query token.
 
-    slots: how many items run at once. The splits of all sequences, in a row, are dealt out to them in equal shares:
-        item i is of slot i % slots; some are empty. 0: an item a sequence, longest first, and nothing to merge."""
+    slots: how many items run at once, if there are splits enough. All sequences' splits, in a row, are dealt out in
+        equal shares: item i is slot i % slots's, or empty. 0: an item a sequence, longest first, nothing to merge."""
     seqs = np.flatnonzero(np.asarray(query_lens) == 1)
     tokens = np.asarray(query_starts)[seqs]
     splits = -(-np.asarray(seq_lens)[seqs] // KV_SPLIT)

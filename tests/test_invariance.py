@@ -20,7 +20,7 @@ import kernels
 from benchmarks.twins import batch_dependent
 from engine import LLM
 from kernels import same_bits
-from runner import input_shapes, pack
+from runner import MAX_PARTIALS, input_shapes, pack
 from sampler import SamplingParams
 
 LENGTHS = (1, 2, 31, 63, 64, 65, 100, 127, 129, 190, 191, 250, 256, 257, 300, 321)  # block, tile, split, chunk borders
@@ -295,3 +295,27 @@ def test_the_last_layer_computes_the_rows_whose_logits_are_wanted(tmp_path_facto
         llm.generate(prompt, SamplingParams(max_tokens=1, seed=1, **wants))
         assert [count for is_last, count in rows if is_last] == expected
         assert sum(count == 128 for _, count in rows) == 2 * (5 if wants else 3), "norms up to the last keys"
+
+
+def test_splits_dealt_out_to_slots(tiny_folder, monkeypatch):
+    """What plans a decode step of few long sequences on a GPU, here on the CPU; and the largest plan fits a graph."""
+    found, ops = [], kernels.make_ops(torch.device("cpu"))
+    for programs in (0, 12):
+        llm = LLM(tiny_folder, load_format="dummy", device="cpu", ops=replace(ops, decode_programs=programs),
+                  num_gpu_blocks_override=60, progress=False)
+        merges, plan = [], llm.runner._plan
+        llm.runner._plan = lambda seqs, plan=plan, merges=merges: merges.append(plan(seqs)) or merges[-1]
+        asked = [[5 + i] * n for i, n in enumerate((900, 3, 700, 600, 257))]
+        outputs = llm.generate(asked, SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=0))
+        found.append([(out.token_ids, out.logprobs) for (out,) in (output.outputs for output in outputs)])
+        assert any(len(fields["merges"]) for fields in merges) == (programs > 0)
+    assert found[0] == found[1]
+    lens = [1] * 1400 + [256 * (MAX_PARTIALS - 1400)]
+    runner, fed = llm.runner, torch.zeros(1 << 24, dtype=torch.int32)
+    live = runner._plan([SimpleNamespace(num_computed_tokens=n - 1, num_scheduled_tokens=1, token_ids=[0] * n,
+                                         block_table=[0] * -(-n // 64)) for n in lens])
+    assert len(live["decode_items"]) > MAX_PARTIALS == live["merges"][:, 2].sum()
+    runner.graph_sizes, runner.max_blocks = [len(lens)], live["block_tables"].shape[1]
+    runner.graphs[len(lens), True] = fed, SimpleNamespace(replay=lambda: None)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    runner._run_graph(live)

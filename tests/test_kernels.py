@@ -206,9 +206,10 @@ def attention_case(ops, dtype, query_lens, seq_lens, heads, kv_heads, D, split, 
     positions = np.concatenate([np.arange(s - q, s) for q, s in zip(query_lens, seq_lens, strict=True)])
     prefill = plan_prefill(starts, query_lens, seq_lens, ops.query_tile(heads // kv_heads, D * dtype.itemsize))
     decode, merges = plan_decode(starts, query_lens, seq_lens, 3 if split else 0)
-    grid = len(prefill), len(decode), len(merges)
+    counts = len(prefill), len(decode), len(merges)
     tensors = [place(ops, torch.from_numpy(np.ascontiguousarray(a, dtype=np.int32)))
-               for a in (positions, positions, tables, prefill, decode, merges, grid)]
+               for a in (positions, positions, tables, prefill, decode, merges, counts)]
+    grid = len(prefill), min(3, len(decode)) if split else len(decode), len(merges)
     work = AttentionWork(*tensors, grid, max_partials=sum(pages) if split else 0)
     q = random(ops, sum(query_lens), heads, D, dtype=dtype, seed=99)
     return (q, place(ops, k_cache), place(ops, v_cache), work, D**-0.5), dense

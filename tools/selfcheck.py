@@ -128,9 +128,10 @@ def attention_work(device, table, positions: np.ndarray, query_tile: int | None,
         prefill = plan_prefill([], [], [], 1)
         decode, merges = plan_decode(np.arange(n), np.ones(n, int), positions + 1, slots)
         table = table.expand(n, -1).contiguous()
-    grid = len(prefill), len(decode), len(merges)
+    counts = len(prefill), len(decode), len(merges)
+    grid = len(prefill), min(slots, len(decode)) or len(decode), len(merges)  # a program walks its slot's items
     where, *lists = [torch.from_numpy(np.ascontiguousarray(a, np.int32)).to(device)
-                     for a in (positions, prefill, decode, merges, np.array(grid))]
+                     for a in (positions, prefill, decode, merges, counts)]
     return AttentionWork(where, where, table, *lists, grid, max_partials=int(merges[:, 2].sum()))
 
 

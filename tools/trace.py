@@ -20,8 +20,8 @@ def traced(llm) -> Iterator[dict]:
     the name of the op's weight (of merged ones the first) or, if it has none, of the last weight before it, and the
     op's own -> 16 hex digits, in the order of computation. ValueError if the engine is at work.
 
-    Rows are hashed in the order of positions, so that how a prefill is cut cannot be seen. (The final norm is left out:
-    which of its rows are computed follows the cut. Its error would be the head's.)"""
+    Rows are hashed in the order of positions, and all are computed in all layers, so that how a prefill is cut cannot
+    be seen. (The final norm is left out: its error would be the head's.)"""
     if llm.has_unfinished_requests:
         raise ValueError("a trace takes an engine that has nothing else to do")
     if llm.ranks.size > 1:
@@ -46,8 +46,11 @@ def traced(llm) -> Iterator[dict]:
         return run
 
     model.ops = replace(ops, **{name: recorded(name, getattr(ops, name)) for name in TRACED})
+    forward = model.forward
+    model.forward = lambda batch, kv_cache: forward(replace(batch, logits_rows=None), kv_cache)
     try:
         yield (digests := {})
     finally:
         model.ops = ops
+        del model.forward
     digests.update({where: digest.hexdigest()[:16] for where, digest in hashes.items()})

@@ -323,7 +323,7 @@ class LLM:
                  progress: bool = False, **options) -> list[RequestOutput]:
         """Complete each prompt (text or a list of token ids) of a list, or one alone; results in the order given.
         params: one for all, or one each. A request that cannot run comes back with `error` set and the others go on;
-        if none can run, ValueError."""
+        if none can run, ValueError. Meanwhile Python's search for garbage is off, in all threads."""
         if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
             prompts = [prompts]
         each = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)

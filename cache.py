@@ -39,7 +39,8 @@ class BlockManager:
     def allocate(self) -> int:
         """The least recently used free block, of which there must be one, now owned once; its cache entry is gone."""
         block, _ = self.free.popitem(last=False)
-        self.index.pop(self.key.pop(block, None), None)
+        if key := self.key.pop(block, None):
+            del self.index[key]
         self.ref_count[block] = 1
         return block
 

@@ -1,5 +1,7 @@
 """One `step` after another: what it may compute, whom it returns, and the text that each gained."""
 
+import gc
+
 import pytest
 import torch
 from conftest import ROOT
@@ -40,3 +42,19 @@ def test_a_step_keeps_to_its_budget_and_returns_what_it_changed(ahead):
             break
     assert all(request.finished for request in requests) and requests[4].outputs[0].finish_reason == "abort"
     assert max(spent) == BUDGET and all(0 < n <= BUDGET for n in spent)
+
+
+@pytest.mark.gpu
+def test_steps_on_a_gpu_leave_no_cycles():
+    """Eager prefills, replayed graphs, sampling and logprobs; `generate` does not look for cycles meanwhile."""
+    llm = LLM(ROOT / "models" / "embedded", num_gpu_blocks_override=64, enable_prefix_caching=False, progress=False)
+    params = SamplingParams(max_tokens=20, seed=1, top_p=0.9, logprobs=2, ignore_eos=True)
+    llm.generate(["Once", "The cat"], params)  # compiles and captures
+    gc.collect()
+    gc.disable()
+    try:
+        llm.generate(["Once", "The cat"], params)
+        found = gc.collect()
+    finally:
+        gc.enable()
+    assert found == 0

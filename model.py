@@ -316,13 +316,12 @@ class Model:
 
     def exchanged_bytes(self, num_tokens: int, num_seqs: int) -> list[int]:
         """The most that exchanges of a step carry, by buffer: ODD, EVEN, LOGITS, ROWS."""
-        c, rows = self.config, max(num_tokens, num_seqs)
+        c, rows, size = self.config, max(num_tokens, num_seqs), self.dtype.itemsize
         slots = rows * c.num_experts_per_tok + 128 * c.num_experts  # tiles are filled up to 128 rows at most
         wide = max(rows * max(c.num_heads * c.head_dim, c.intermediate_size),
                    slots * c.moe_intermediate_size * (not self.by_experts))
         sums, logits = rows * c.hidden_size * 4, max(num_seqs, LOGITS_SLAB) * c.vocab_size * 4
-        by_expert = slots * c.hidden_size * self.by_experts
-        return [max(sums, wide * self.dtype.itemsize), sums, max(sums, logits), by_expert * self.dtype.itemsize]
+        return [max(sums, wide * size), sums, max(sums, logits), slots * c.hidden_size * size * self.by_experts]
 
     def logits(self, hidden_states: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """[num_rows, hidden_size] -> [num_rows, vocab_size] fp32, into `out` if given."""

@@ -180,10 +180,9 @@ class Runner:
     def _score_prompt(self, seq: Sequence, hidden_states: torch.Tensor) -> list[tuple[float, dict[int, float]]]:
         """Logprobs of the prompt tokens that follow a sequence's rows of this step: of those it has not yet, since
         after a preemption the early rows come round again."""
-        first = max(1, len(seq.prompt_logprobs))  # token 0 has no logprob
         last = min(seq.num_prompt_tokens, seq.num_computed_tokens + seq.num_scheduled_tokens + 1)
         found = []
-        for token in range(first, last, LOGITS_SLAB):
+        for token in range(max(1, len(seq.prompt_logprobs)), last, LOGITS_SLAB):  # token 0 has no logprob
             targets = torch.tensor(seq.token_ids[token : min(token + LOGITS_SLAB, last)], device=self.device)
             row = token - 1 - seq.num_computed_tokens
             logits = self.model.logits(hidden_states[row : row + len(targets)].contiguous())

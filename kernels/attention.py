@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.tiles import KV_SPLIT, KV_TILE, AttentionSchedule
+from kernels.tiles import KV_SPLIT, KV_TILE, LONG_TABLE, AttentionSchedule
 
 
 @triton.jit
@@ -37,10 +37,10 @@ def end_split(total, m, l, acc, partial_ml_ptr, partial_acc_ptr, row, mask_m, PA
     return total
 
 
-@triton.jit(do_not_specialize=["stride_table"])
+@triton.jit(do_not_specialize=["stride_table", "heads_at_once"])
 def paged_attention_kernel(q_ptr, k_cache_ptr, v_cache_ptr, k_pages, v_pages, block_tables_ptr, positions_ptr,
-                           items_ptr, counts_ptr, out, partial_ml_ptr, partial_acc_ptr, stride_table, scale_log2e,
-                           STRIDE: tl.constexpr, COUNT: tl.constexpr, NUM_HEADS: tl.constexpr,
+                           items_ptr, counts_ptr, out, partial_ml_ptr, partial_acc_ptr, stride_table, heads_at_once,
+                           scale_log2e, STRIDE: tl.constexpr, COUNT: tl.constexpr, NUM_HEADS: tl.constexpr,
                            NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
                            PARTIAL: tl.constexpr, BLOCK_M: tl.constexpr, SKIP_MASK: tl.constexpr, TMA: tl.constexpr):
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
@@ -48,9 +48,10 @@ def paged_attention_kernel(q_ptr, k_cache_ptr, v_cache_ptr, k_pages, v_pages, bl
     offs_n = tl.arange(0, TILE)
     offs_d = tl.arange(0, HEAD_DIM)
     ones = tl.full((TILE, 16), 1.0, q_ptr.dtype.element_ty)
-    for work in range(tl.program_id(0), tl.load(counts_ptr + COUNT) * NUM_KV_HEADS, tl.num_programs(0)):
-        kv_head = work % NUM_KV_HEADS
-        item_ptr = items_ptr + work // NUM_KV_HEADS * 6
+    count = tl.load(counts_ptr + COUNT)
+    for work in range(tl.program_id(0), count * NUM_KV_HEADS, tl.num_programs(0)):
+        kv_head = work // (count * heads_at_once) * heads_at_once + work % heads_at_once
+        item_ptr = items_ptr + work // heads_at_once % count * 6
         seq = tl.load(item_ptr).to(tl.int64)
         first_token = tl.load(item_ptr + 1)
         num_query = tl.load(item_ptr + 2)
@@ -154,22 +155,24 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
 
     Reduction order: keys in tiles of KV_TILE from position 0, online softmax in tile order inside splits of KV_SPLIT
         at absolute positions, splits merged in position order; head_dim and tile sums are fp32 `tl.dot` chains.
-    Schedule: BLOCK_M, warps, stages, masks on full tiles, who walks which splits; all may follow the batch."""
+    Schedule: BLOCK_M, warps, stages, masks on full tiles, who walks which splits and when; all may follow the batch."""
     (_, num_heads, head_dim), num_kv_heads = q.shape, k_cache.shape[1]
     rows = triton.next_power_of_2(num_heads // num_kv_heads)  # of one query token
     outs = tuple(out or [torch.empty_like(q)])
     stride = outs[0].stride(0)
     ml, acc = (q.new_empty((max(1, work.max_partials), num_heads, n), dtype=torch.float32) for n in (2, head_dim))
-    launches = (work.prefill_items, prefill, False), (work.decode_items, decode, work.max_partials > 0)
-    for count, (items, schedule, partial) in enumerate(launches):
+    few_heads = num_kv_heads if num_kv_heads % 2 else 1 if work.block_tables.shape[1] > LONG_TABLE else 2
+    launches = ((work.prefill_items, prefill, False, few_heads),
+                (work.decode_items, decode, work.max_partials > 0, num_kv_heads))
+    for count, (items, schedule, partial, heads_at_once) in enumerate(launches):
         if work.grid[count]:
             pages = [TensorDescriptor.from_tensor(c.view(-1, head_dim), [KV_TILE, head_dim]) if schedule.tma else c
                      for c in (k_cache, v_cache)]
             paged_attention_kernel[(work.grid[count] * num_kv_heads,)](
                 q, k_cache, v_cache, *pages, work.block_tables, work.positions, items, work.counts, outs, ml, acc,
-                work.block_tables.stride(0), scale * 1.4426950408889634, stride, count, num_heads, num_kv_heads,
-                head_dim, KV_TILE, kv_split, partial, max(schedule.BLOCK_M, rows), schedule.skip_mask, schedule.tma,
-                num_warps=schedule.num_warps, num_stages=schedule.num_stages, enable_fp_fusion=False)
+                work.block_tables.stride(0), heads_at_once, scale * 1.4426950408889634, stride, count, num_heads,
+                num_kv_heads, head_dim, KV_TILE, kv_split, partial, max(schedule.BLOCK_M, rows), schedule.skip_mask,
+                schedule.tma, num_warps=schedule.num_warps, num_stages=schedule.num_stages, enable_fp_fusion=False)
     if work.max_partials:
         merge_kernel[(work.grid[2] * num_heads,)](work.merges, work.counts, outs, ml, acc, stride, 2, num_heads,
                                                   head_dim, 4, num_warps=1, enable_fp_fusion=False)

@@ -69,7 +69,6 @@ class SymmetricMemory(Group):
 
     def __init__(self, rank: int, size: int, device: torch.device, store, num_bytes: list[int]):
         from torch._C._distributed_c10d import ProcessGroup, _register_process_group, _SymmetricMemory
-
         sizes = [-(-n // 256) * 256 for n in num_bytes]
         name = store.compare_set("exchange", "", secrets.token_hex(8)).decode()
         self.store = CountedKeys(store)  # the registry, which `rendezvous` asks, keeps neither it nor the group alive

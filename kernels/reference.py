@@ -152,8 +152,7 @@ def paged_attention(q, k_cache, v_cache, work, scale, kv_split=KV_SPLIT):
             p = by_lanes(torch.exp2, scores.sub_(safe)).to(q.dtype).float().view(-1, R, KV_TILE)
             sums = torch.bmm(p, ONES[:, :KV_TILE].expand(len(p), KV_TILE, 8))[..., :1]  # scaled as the values are
             acc, *rest = torch.cat([torch.bmm(p, v), sums], -1).view(A, T, Hkv, R, D + 1).unbind(1)
-            alphas = by_lanes(torch.exp2, running[:, :-1] - safe[:, 1:]).unbind(1) if T > 1 else ()
-            for alpha, term in zip(alphas, rest, strict=True):
+            for alpha, term in zip(by_lanes(torch.exp2, running[:, :-1] - safe[:, 1:]).unbind(1), rest, strict=True):
                 acc = acc * alpha + term
             last = running[:, -1]
             if total is not None:  # the merge, in position order; every row sees key 0, so the first is never empty

@@ -11,6 +11,7 @@ KV_SPLIT = 256  # keys a split, at absolute positions; splits are merged in posi
 ROPE_TILE_HEADS = 8  # heads one program of the QK-norm + rotary kernel holds; its row sums live in this tile
 LOGPROB_SCALE_BITS = 44  # fixed point of sums over the vocabulary: 2^44 x 152k entries stays under 2^62
 LEAF_MULTIPLE = 128  # a leaf of K is a multiple of this, so that every BLOCK_K divides it
+LONG_TABLE = 256  # blocks; prefill walks KV heads by twos, over longer tables one by one: the L2 then holds their keys
 
 NUMERICS = {
     "version": "2",
@@ -131,7 +132,7 @@ HOPPER = Schedules("hopper", linear=(
           NARROW), (LinearSchedule(16, 64, 128, 4, 5, split=True, tma=True), NARROW)),
     (64, (LinearSchedule(64, 64, 128, 4, 6, tma=True),), (LinearSchedule(64, 64, 128, 4, 6, split=True, tma=True),)),
     (192, (LinearSchedule(64, 128, 128, 4, 4, tma=True),), (LinearSchedule(64, 128, 128, 4, 4, split=True, tma=True),)),
-    (ANY, (LinearSchedule(128, 256, 64, 8, 3, tma=True), LinearSchedule(128, 128, 64, 4, 5, tma=True)),
+    (ANY, (LinearSchedule(128, 256, 64, 8, 3, tma=True, GROUP_M=12), LinearSchedule(128, 128, 64, 4, 5, tma=True)),
      (LinearSchedule(128, 128, 64, 8, 5, split=True, tma=True),))),
     decode=(AttentionSchedule(16, 4, 3, tma=True), AttentionSchedule(16, 2, 2, tma=True)),
     prefill=AttentionSchedule(64, 4, 2, tma=True))

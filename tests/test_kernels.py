@@ -256,6 +256,16 @@ def test_pages_through_the_copy_engine_are_the_same_pages(split):
     assert same_bits(*found)
 
 
+def test_prefill_walks_heads_in_any_order():
+    """By twos and, where a table is long, one by one: every item meets every head, with the same bits."""
+    ops = kernels.triton_ops(DEVICE)
+    args, dense = attention_case(ops, torch.float16, [40, 70], [40, 131], 4, 4, 32, False)
+    long = replace(args[3], block_tables=torch.nn.functional.pad(args[3].block_tables, (0, tiles.LONG_TABLE)))
+    found = [ops.paged_attention(*args[:3], work, args[4]) for work in (args[3], long)]
+    close(found[0], attention_formula(args[0], dense, [40, 70], 32**-0.5), torch.float16)
+    assert same_bits(*found)
+
+
 def test_decode_walked_and_split_give_the_same_bits():
     """One program over all splits against runs of them and a merge: what a split hands over may not depend on which."""
     ops = kernels.triton_ops(DEVICE)

@@ -26,7 +26,7 @@ def merge(total, m, l, acc):
 @triton.jit
 def end_split(total, m, l, acc, partial_ml_ptr, partial_acc_ptr, row, mask_m, PARTIAL: tl.constexpr):
     """Hand over a finished split: to the running total, or through memory to `merge_kernel`."""
-    l = tl.max(l, 1)  # 16 equal columns
+    l = tl.max(l, 1)  # 8 equal columns
     if PARTIAL:
         tl.store(partial_ml_ptr + row * 2, m, mask=mask_m)
         tl.store(partial_ml_ptr + row * 2 + 1, l, mask=mask_m)
@@ -45,9 +45,8 @@ def paged_attention_kernel(q_ptr, k_cache_ptr, v_cache_ptr, k_pages, v_pages, bl
                            PARTIAL: tl.constexpr, BLOCK_M: tl.constexpr, SKIP_MASK: tl.constexpr, TMA: tl.constexpr):
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     rows = tl.arange(0, BLOCK_M)
-    offs_n = tl.arange(0, TILE)
-    offs_d = tl.arange(0, HEAD_DIM)
-    ones = tl.full((TILE, 16), 1.0, q_ptr.dtype.element_ty)
+    offs_n, offs_d = tl.arange(0, TILE), tl.arange(0, HEAD_DIM)
+    ones = tl.full((TILE, 8), 1.0, q_ptr.dtype.element_ty)
     count = tl.load(counts_ptr + COUNT)
     for work in range(tl.program_id(0), count * NUM_KV_HEADS, tl.num_programs(0)):
         kv_head = work // (count * heads_at_once) * heads_at_once + work % heads_at_once
@@ -72,12 +71,14 @@ def paged_attention_kernel(q_ptr, k_cache_ptr, v_cache_ptr, k_pages, v_pages, bl
         table_ptr = block_tables_ptr + seq * stride_table
         q = tl.load(q_ptr + row_offs, mask=mask_m[:, None], other=0.0)
         m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-        l = tl.zeros((BLOCK_M, 16), tl.float32)
+        l = tl.zeros((BLOCK_M, 8), tl.float32)
         acc = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
         total = (m, tl.zeros((BLOCK_M,), tl.float32), acc)
+        block = tl.load(table_ptr + start // TILE)
         for MASKED in tl.static_range(2):
             for n in range(full_end if MASKED else start, end if MASKED else full_end, TILE):
-                page = (tl.load(table_ptr + n // TILE).to(tl.int64) * NUM_KV_HEADS + kv_head) * TILE
+                page = (block.to(tl.int64) * NUM_KV_HEADS + kv_head) * TILE
+                block = tl.load(table_ptr + min(n + TILE, end - 1) // TILE)  # ahead: else a stage goes to this load
                 offs = (page + offs_n[:, None]) * HEAD_DIM + offs_d[None, :]
                 visible = (n + offs_n)[None, :] <= pos[:, None]
                 if TMA and not MASKED:
@@ -125,8 +126,7 @@ def merge_kernel(merges_ptr, counts_ptr, out, partial_ml_ptr, partial_acc_ptr, S
     for work in range(tl.program_id(0), tl.load(counts_ptr + COUNT) * NUM_HEADS, tl.num_programs(0)):
         head = work % NUM_HEADS
         merge_ptr = merges_ptr + work // NUM_HEADS * 3
-        token = tl.load(merge_ptr).to(tl.int64)
-        first = tl.load(merge_ptr + 1).to(tl.int64)
+        token, first = tl.load(merge_ptr).to(tl.int64), tl.load(merge_ptr + 1).to(tl.int64)
         m_total = tl.full((1,), float("-inf"), tl.float32)
         l_total = tl.zeros((1,), tl.float32)
         acc_total = tl.zeros((1, HEAD_DIM), tl.float32)

@@ -11,7 +11,7 @@ KV_SPLIT = 256  # keys a split, at absolute positions; splits are merged in posi
 ROPE_TILE_HEADS = 8  # heads one program of the QK-norm + rotary kernel holds; its row sums live in this tile
 LOGPROB_SCALE_BITS = 44  # fixed point of sums over the vocabulary: 2^44 x 152k entries stays under 2^62
 LEAF_MULTIPLE = 128  # a leaf of K is a multiple of this, so that every BLOCK_K divides it
-LONG_TABLE = 160  # blocks; prefill walks KV heads by twos, over longer tables one by one: the L2 then holds their keys
+LONG_TABLE = 160  # blocks; prefill walks an even number of heads by twos, over longer tables one by one, for the L2
 
 NUMERICS = {
     "version": "2",

@@ -256,14 +256,22 @@ def test_pages_through_the_copy_engine_are_the_same_pages(split):
     assert same_bits(*found)
 
 
-def test_prefill_walks_heads_in_any_order():
+def test_prefill_walks_heads_in_any_order(monkeypatch):
     """By twos and, where a table is long, one by one: every item meets every head, with the same bits."""
-    ops = kernels.triton_ops(DEVICE)
-    args, dense = attention_case(ops, torch.float16, [40, 70], [40, 131], 4, 4, 32, False)
+    from kernels import attention
+
+    class Seen:
+        def __getitem__(self, grid):
+            return lambda *args, **options: orders.append(args[13]) or kernel[grid](*args, **options)
+
+    kernel, orders, ops = attention.paged_attention_kernel, [], kernels.triton_ops(DEVICE)
+    assert kernel.arg_names[13] == "heads_at_once"
+    monkeypatch.setattr(attention, "paged_attention_kernel", Seen())
+    args, dense = attention_case(ops, torch.float16, [70, 70, 1], [70, 131, 9], 4, 4, 32, False)  # items, too, are even
     long = replace(args[3], block_tables=torch.nn.functional.pad(args[3].block_tables, (0, tiles.LONG_TABLE)))
     found = [ops.paged_attention(*args[:3], work, args[4]) for work in (args[3], long)]
-    close(found[0], attention_formula(args[0], dense, [40, 70], 32**-0.5), torch.float16)
-    assert same_bits(*found)
+    close(found[0], attention_formula(args[0], dense, [70, 70, 1], 32**-0.5), torch.float16)
+    assert same_bits(*found) and orders == [2, 4, 1, 4], "decode's are all at once"
 
 
 def test_decode_walked_and_split_give_the_same_bits():

@@ -50,7 +50,8 @@ def test_every_schedule_compiles_for_its_chips():
         if f["table"] == "conservative":
             assert f["shared"] <= 99 * 1024, f
         if (f["kernel"], f["table"]) == ("paged_attention_kernel", "hopper") and "'BLOCK_M': 64" in f["constants"]:
-            assert f["shared"] <= 113 * 1024, "two programs of prefill share a multiprocessor"
+            # q and three tiles of keys and values, and room for another such program on the multiprocessor.
+            assert 112 * 1024 < f["shared"] <= 113 * 1024, f
             shares += 1
         assert f["float_atomics"] == 0, f
         if f["target"] != "gfx942":  # compiled, but no claim is made for AMD's code
@@ -61,7 +62,7 @@ def test_every_schedule_compiles_for_its_chips():
             if f["target"] == "sm_100" and f["fma"] == 2 * written:  # its loops are there twice
                 written *= 2
             assert f["fma"] == written or is_fp32_dot or f["kernel"] in ("sample_kernel", "logprobs_kernel"), f
-    assert shares
+    assert shares, "prefill of the hopper table is not among what was compiled"
 
 
 def test_no_numerics_constant_follows_the_batch():

@@ -135,7 +135,7 @@ HOPPER = Schedules("hopper", linear=(
     (ANY, (LinearSchedule(128, 256, 64, 8, 3, tma=True, GROUP_M=12), LinearSchedule(128, 128, 64, 4, 5, tma=True)),
      (LinearSchedule(128, 128, 64, 8, 5, split=True, tma=True),))),
     decode=(AttentionSchedule(16, 4, 3, tma=True), AttentionSchedule(16, 2, 2, tma=True)),
-    prefill=AttentionSchedule(64, 4, 3, tma=True))
+    prefill=AttentionSchedule(64, 4, 3, tma=True))  # 113 KiB: two programs share a multiprocessor
 
 
 def schedules(name: str, capability: tuple[int, int]) -> Schedules:
